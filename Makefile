@@ -1,0 +1,55 @@
+# What people type and what CI runs. The first use of a target makes .venv and
+# installs what that target needs; a changed pyproject.toml installs it again.
+
+PYTHON ?= python3
+# How many times the usual number of cases `make fuzz` runs.
+FUZZ ?= 10
+
+TORCH := 2.13.0
+BIN := .venv/bin
+INSTALL := $(BIN)/python -m pip install --quiet
+EXTRAS := test lint bench
+
+.PHONY: test demo lint bench fuzz clean
+# Two pips in one .venv would get into each other's way.
+.NOTPARALLEL:
+
+test: .venv/.test
+	$(BIN)/python -m pytest
+
+demo: .venv/.gradwire
+	$(BIN)/python examples/two_workers.py
+
+# With what bench needs, because mypy follows its imports.
+lint: .venv/.lint .venv/.bench
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	$(BIN)/mypy
+
+bench: .venv/.bench
+	$(BIN)/python -m gradwire.tools.bench
+
+# A property with that many cases is one test: give it the time.
+fuzz: .venv/.test
+	GRADWIRE_FUZZ=$(FUZZ) $(BIN)/python -m pytest tests/fuzz --timeout=1800
+
+clean:
+	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist
+	find src tests -name __pycache__ -prune -exec rm -rf {} +
+
+# torch on its own and pinned, so that every run measures and tests the same one;
+# the version in the stamp's name makes a new pin install.
+TORCH_STAMP := .venv/.torch-$(TORCH)
+
+$(TORCH_STAMP):
+	$(PYTHON) -m venv .venv
+	$(INSTALL) torch==$(TORCH)
+	touch $@
+
+.venv/.gradwire: $(TORCH_STAMP) pyproject.toml
+	$(INSTALL) -e .
+	touch $@
+
+$(EXTRAS:%=.venv/.%): .venv/.%: $(TORCH_STAMP) pyproject.toml
+	$(INSTALL) -e '.[$*]'
+	touch $@

@@ -1,0 +1,96 @@
+"""What every test gets: a check that it leaks nothing, and how many cases to try.
+
+GRADWIRE_FUZZ multiplies the cases, of hypothesis and of tests that take `fuzz_seed`.
+"""
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+from torch.distributed import TCPStore
+
+# Threads and sockets end a little after what closed them returns.
+GRACE = 5.0
+FUZZ = int(os.environ.get("GRADWIRE_FUZZ", "1"))
+SEEDS = 20 * FUZZ
+
+settings.register_profile(
+    "gradwire",
+    deadline=None,  # the per-test timeout is the limit; a slow machine is no bug
+    print_blob=True,
+    derandomize=os.environ.get("CI") == "true",  # CI fails for the change at hand only
+    max_examples=100 * FUZZ,
+)
+settings.load_profile("gradwire")
+
+
+def pytest_sessionstart() -> None:
+    # Each of these opens a pipe on first use and keeps it for the life of the process;
+    # used once here, it is not taken for a leak of the first test that needs it.
+    resource_tracker.ensure_running()  # multiprocessing
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # libuv, in torch
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    # One test per seed: each has its own timeout and leak check, and its own id.
+    if "fuzz_seed" in metafunc.fixturenames:
+        metafunc.parametrize("fuzz_seed", range(SEEDS))
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails a test that leaves a thread, a descriptor or a shared segment behind."""
+    before = _held()
+    failures = request.session.testsfailed
+    yield
+    if request.session.testsfailed > failures:
+        return  # the traceback keeps the frames, and they keep what they held
+    deadline = time.monotonic() + GRACE
+    # Collecting takes far longer than looking, so only where something is left.
+    while leaked := _held() - before:
+        if time.monotonic() > deadline:
+            pytest.fail("left behind: " + ", ".join(sorted(leaked)), pytrace=False)
+        gc.collect()
+        time.sleep(0.01)
+
+
+def _held() -> set[str]:
+    return {*_threads(), *_descriptors(), *_segments()}
+
+
+def _threads() -> Iterator[str]:
+    for thread in threading.enumerate():
+        # torch's own threads get such an object when they first run Python code,
+        # and keep it.
+        if not isinstance(thread, threading._DummyThread):
+            yield f"thread {thread.name} ({thread.ident})"
+
+
+def _descriptors() -> Iterator[str]:
+    folder = "/proc/self/fd"
+    if not os.path.isdir(folder):
+        return
+    for number in os.listdir(folder):
+        try:
+            yield f"descriptor {number} ({os.readlink(f'{folder}/{number}')})"
+        except FileNotFoundError:
+            continue  # closed meanwhile, as the one that lists the folder always is
+
+
+def _segments() -> Iterator[str]:
+    maps = Path("/proc/self/maps")
+    # The prefixes matter: the checkout's path may well have our name in it too.
+    names = (b"/memfd:gradwire", b"/dev/shm/gradwire")
+    content = maps.read_bytes() if maps.exists() else b""
+    if not any(name in content for name in names):
+        return  # the common case, without splitting hundreds of lines
+    for line in content.splitlines():
+        _, _, _, _, inode, *path = line.split(maxsplit=5)
+        if path and path[0].startswith(names):
+            yield f"segment {path[0].decode()} ({inode.decode()})"

@@ -1,0 +1,296 @@
+"""The shape of the source tree: who may import whom, private torch names, sizes.
+
+Reads the source with `ast` and imports none of it, so that imports inside functions
+and under TYPE_CHECKING count like any other.
+"""
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+MAX_FILE_LINES = 400
+MAX_FUNCTION_LINES = 40  # of code: no blank lines, comments or docstring
+
+RANKS = {
+    name: rank
+    for rank, names in enumerate(
+        [
+            "errors ids options events threads",
+            "wire",
+            "transport",
+            "rpc",
+            "rref",
+            "autograd",
+            "worker",
+            "api",
+            "optim",
+            "nn",
+            "launch tools testing",
+            "compat",
+        ]
+    )
+    for name in names.split()
+}
+
+ROOT = "gradwire"
+# These bring everything together, so they may import anything.
+ENTRIES = {ROOT, f"{ROOT}.__main__"}
+# Packages whose __init__ re-exports api.py to users. It therefore counts as standing
+# just above api, while the modules beside it keep the rank of their folder.
+FACES = {f"{ROOT}.rpc", f"{ROOT}.autograd"}
+
+# Module: why no public name does.
+PRIVATE_TORCH: dict[str, str] = {
+    "gradwire.wire.recipes": "quantized tensors from their stored integers",
+}
+
+SOURCE = Path(__file__).parents[1] / "src" / ROOT
+
+
+# Reading the tree
+
+
+@cache
+def sources() -> dict[str, Path]:
+    """Every module of ours, by its dotted name."""
+    found = {}
+    for path in sorted(SOURCE.rglob("*.py")):
+        parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+        found[".".join(parts).removesuffix(".__init__")] = path
+    return found
+
+
+@cache
+def tree(module: str) -> ast.Module:
+    return ast.parse(sources()[module].read_text())
+
+
+@cache
+def imports(module: str) -> frozenset[str]:
+    """The modules of ours that a module imports."""
+    is_package = sources()[module].name == "__init__.py"
+    package = module if is_package else module.rpartition(".")[0]
+    return frozenset(imported_by(tree(module), package, set(sources())))
+
+
+def imported_by(code: ast.AST, package: str, known: set[str]) -> Iterator[str]:
+    """Our modules that this code, standing in `package`, imports.
+
+    `from x import y` imports `x.y` where that is a module, and `x` otherwise.
+    """
+    for node in ast.walk(code):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            origin = absolute(node, package)
+            members = [f"{origin}.{alias.name}" for alias in node.names]
+            names = [member if member in known else origin for member in members]
+        yield from (name for name in names if name.split(".")[0] == ROOT)
+
+
+def absolute(node: ast.ImportFrom, package: str) -> str:
+    if node.level == 0:
+        return node.module or ""
+    parts = package.split(".")
+    parts = parts[: len(parts) - node.level + 1]
+    return ".".join([*parts, node.module] if node.module else parts)
+
+
+def private_torch_names(code: ast.AST) -> Iterator[str]:
+    """Dotted names below torch with a part that starts with a single underscore."""
+    stands_for = {"torch": "torch"}  # the names of this file, written out
+    names = []
+    for node in ast.walk(code):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+            stands_for |= {a.asname: a.name for a in node.names if a.asname}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            members = {
+                a.asname or a.name: f"{node.module}.{a.name}" for a in node.names
+            }
+            names += members.values()
+            stands_for |= members
+    for node in ast.walk(code):
+        head, *rest = dotted(node).split(".")
+        names.append(".".join([stands_for.get(head, ""), *rest]))
+    return filter(is_private_torch, names)
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` for such an expression, and nothing for any other."""
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return ""
+
+
+def is_private_torch(name: str) -> bool:
+    head, *rest = name.split(".")
+    return head == "torch" and any(
+        part.startswith("_") and not part.startswith("__") for part in rest
+    )
+
+
+def functions(code: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    for node in ast.walk(code):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+
+
+def code_lines(
+    function: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]
+) -> int:
+    has_docstring = ast.get_docstring(function) is not None
+    docstring = line_numbers(function.body[0]) if has_docstring else range(0)
+    kept = (lines[n - 1].strip() for n in line_numbers(function) if n not in docstring)
+    return sum(bool(line) and not line.startswith("#") for line in kept)
+
+
+def line_numbers(node: ast.stmt) -> range:
+    return range(node.lineno, (node.end_lineno or node.lineno) + 1)
+
+
+# The rule
+
+
+def rank(module: str) -> int:
+    return RANKS[folder(module)]
+
+
+def folder(module: str) -> str:
+    return module.split(".")[1]
+
+
+def is_allowed(importer: str, imported: str) -> bool:
+    if importer in ENTRIES:
+        return True
+    if imported == ROOT:
+        return rank(importer) > RANKS["nn"]  # the root re-exports all up to nn
+    if imported in FACES:
+        return rank(importer) > RANKS["api"]
+    if folder(importer) == folder(imported):
+        return True
+    if importer in FACES:
+        return rank(imported) <= RANKS["api"]
+    return rank(imported) < rank(importer)
+
+
+@pytest.mark.parametrize(
+    ("importer", "imported", "allowed"),
+    [
+        ("gradwire.wire.frames", "gradwire.errors", True),
+        ("gradwire.wire.frames", "gradwire.wire.limits", True),
+        ("gradwire.wire.frames", "gradwire.transport.base", False),
+        ("gradwire.ids", "gradwire.errors", False),
+        ("gradwire.tools.bench", "gradwire.testing.world", False),
+        ("gradwire.tools.bench", "gradwire", True),
+        ("gradwire.api", "gradwire", False),
+        ("gradwire.rpc", "gradwire.api", True),
+        ("gradwire.rpc", "gradwire.optim", False),
+        ("gradwire.rpc.agent", "gradwire.api", False),
+        ("gradwire.rpc.agent", "gradwire.rpc", False),
+        ("gradwire.worker", "gradwire.rpc", False),
+        ("gradwire.worker", "gradwire.rpc.agent", True),
+        ("gradwire.optim.step", "gradwire.rpc", True),
+        ("gradwire.__main__", "gradwire.compat", True),
+    ],
+)
+def test_the_rule_is_the_one_we_mean(
+    importer: str, imported: str, *, allowed: bool
+) -> None:
+    assert is_allowed(importer, imported) is allowed
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ("import gradwire.rpc.agent", "gradwire.rpc.agent"),
+        ("from gradwire.rpc import agent", "gradwire.rpc.agent"),
+        ("from gradwire.rpc import rpc_sync", "gradwire.rpc"),
+        ("from . import agent", "gradwire.rpc.agent"),
+        ("from .agent import Agent", "gradwire.rpc.agent"),
+        ("from .. import errors", "gradwire.errors"),
+        ("from ..errors import ClosedError", "gradwire.errors"),
+        ("if TYPE_CHECKING:\n    import gradwire.errors", "gradwire.errors"),
+        ("def f():\n    import gradwire.errors", "gradwire.errors"),
+        ("import gradwires, torch", None),
+    ],
+)
+def test_an_import_is_found_however_it_is_written(line: str, found: str | None) -> None:
+    known = {"gradwire", "gradwire.rpc", "gradwire.rpc.agent", "gradwire.errors"}
+    names = list(imported_by(ast.parse(line), "gradwire.rpc", known))
+    assert names == ([found] if found else [])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._C",
+        "from torch._C import _functions",
+        "from torch.distributed import _x",
+        "import torch.distributed as d; d._x()",
+        "from torch import nn; nn._x",
+        "torch._C._distributed_rpc.f",
+    ],
+)
+def test_a_private_torch_name_is_found_however_it_is_written(line: str) -> None:
+    assert list(private_torch_names(ast.parse(line)))
+
+
+@pytest.mark.parametrize("line", ["torch.ones.__name__", "torch.ones(self._x)", "x._C"])
+def test_other_names_are_not_taken_for_private_torch(line: str) -> None:
+    assert not list(private_torch_names(ast.parse(line)))
+
+
+# The tree
+
+
+def test_every_module_and_folder_has_a_rank() -> None:
+    names = {folder(module) for module in sources() if module not in ENTRIES}
+    assert names - RANKS.keys() == set()
+
+
+def test_modules_import_lower_ranks_and_their_own_folder_only() -> None:
+    wrong = [
+        f"{module} imports {imported}"
+        for module in sources()
+        for imported in sorted(imports(module))
+        if not is_allowed(module, imported)
+    ]
+    assert wrong == []
+
+
+def test_no_imports_form_a_cycle() -> None:
+    try:
+        TopologicalSorter({module: imports(module) for module in sources()}).prepare()
+    except CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])), pytrace=False)
+
+
+def test_private_torch_names_stand_only_where_listed() -> None:
+    found = {
+        module: names
+        for module in sources()
+        if (names := sorted(set(private_torch_names(tree(module)))))
+    }
+    unlisted = {m: names for m, names in found.items() if m not in PRIVATE_TORCH}
+    assert unlisted == {}
+    assert PRIVATE_TORCH.keys() - found.keys() == set(), "listed for nothing"
+
+
+def test_files_and_functions_stay_small() -> None:
+    large = []
+    for module, path in sources().items():
+        lines = path.read_text().splitlines()
+        if len(lines) > MAX_FILE_LINES:
+            large.append(f"{module}: {len(lines)} lines")
+        for function in functions(tree(module)):
+            if (size := code_lines(function, lines)) > MAX_FUNCTION_LINES:
+                large.append(f"{module}.{function.name}: {size} lines of code")
+    assert large == []
