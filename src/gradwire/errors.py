@@ -1,0 +1,79 @@
+"""Every error of Gradwire. The type says who is at fault; the data is in attributes.
+
+GradwireError                 (a RuntimeError, so that code written for torch's RPC catches it)
+├── ClosedError               you: the worker was shut down, or never started
+├── NotAllowedError           you: the other worker does not let this be called, or sent
+├── WorkerLostError           the world: a worker died, left, or cannot be reached
+├── CallTimeout               the world: no answer in time (also a TimeoutError)
+├── ProtocolError             the other side: bytes that make no sense
+│   └── AuthenticationError   the other side: it does not know the world's key
+└── RemoteError               your function over there: it raised (the cause of what you catch)
+"""
+
+from __future__ import annotations
+
+
+class GradwireError(RuntimeError):
+    """The root of all errors raised by Gradwire itself."""
+
+
+class ClosedError(GradwireError):
+    """The worker is shut down, or was never started."""
+
+
+class NotAllowedError(GradwireError):
+    """The receiving worker runs with an allow-list that does not include this."""
+
+
+class WorkerLostError(GradwireError):
+    """A worker died, left or cannot be reached; nothing more will come from it."""
+
+    def __init__(self, worker: str, reason: str) -> None:
+        super().__init__(f"lost worker {worker!r}: {reason}")
+        self.worker = worker
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[type[WorkerLostError], tuple[str, str]]:
+        return type(self), (self.worker, self.reason)
+
+
+class CallTimeout(GradwireError, TimeoutError):
+    """No answer within the time given. The function may still be running there."""
+
+    def __init__(self, call: str, worker: str, seconds: float) -> None:
+        super().__init__(
+            f"call of {call} on worker {worker!r} timed out after {seconds:g} s; "
+            "give it more with timeout=..., or none with timeout=0"
+        )
+        self.call = call
+        self.worker = worker
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[type[CallTimeout], tuple[str, str, float]]:
+        return type(self), (self.call, self.worker, self.seconds)
+
+
+class ProtocolError(GradwireError):
+    """The other side sent something that no Gradwire worker sends."""
+
+
+class AuthenticationError(ProtocolError):
+    """The other side could not prove that it knows the world's key."""
+
+
+class RemoteError(GradwireError):
+    """What a function raised on another worker, as text.
+
+    It is the `__cause__` of the exception you catch, which has the type the function raised. Where
+    that type cannot be brought here, this is what is raised.
+    """
+
+    def __init__(self, worker: str, type_name: str, message: str, trace: str) -> None:
+        super().__init__(f"on worker {worker!r}: {type_name}: {message}\n\n{trace}")
+        self.worker = worker
+        self.type_name = type_name
+        self.message = message
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, str, str, str]]:
+        return type(self), (self.worker, self.type_name, self.message, self.trace)

@@ -1,0 +1,123 @@
+"""What a user can set, in one place, and where each setting comes from.
+
+An option given in code wins; else the environment variable `GRADWIRE_<NAME>`; else the default.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+T = TypeVar("T")
+
+
+def _flag(text: str) -> bool:
+    if text.lower() in ("1", "true", "yes", "on"):
+        return True
+    if text.lower() in ("0", "false", "no", "off"):
+        return False
+    raise ValueError("use 1 or 0")
+
+
+def _ports(text: str) -> tuple[int, int]:
+    low, _, high = text.partition("-")
+    return int(low), int(high or low)
+
+
+def _from_env(name: str, parse: Callable[[str], T], default: T) -> Any:
+    """A dataclass field that looks into the environment when it is not given."""
+
+    def read() -> T:
+        text = os.environ.get(f"GRADWIRE_{name}")
+        if text is None:
+            return default
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise ValueError(f"GRADWIRE_{name}={text!r}: {error}") from None
+
+    return field(default_factory=read)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """Settings of one worker. Times are in seconds, sizes in bytes."""
+
+    timeout: float = _from_env("TIMEOUT", float, 60.0)
+    """How long a call may take unless it says otherwise; 0 is for ever."""
+    join_timeout: float = _from_env("JOIN_TIMEOUT", float, 300.0)
+    """How long to wait for the other workers at the start."""
+    heartbeat: float = _from_env("HEARTBEAT", float, 10.0)
+    """A TCP link silent for this long is lost; 0 never asks."""
+    threads: int = _from_env("THREADS", int, 64)
+    """Calls run at a time; those that wait for other workers do not count."""
+
+    bind: str | None = _from_env("BIND", str, None)
+    """Address to listen on. Default: loopback, or the way to the rendezvous."""
+    advertise: str | None = _from_env("ADVERTISE", str, None)
+    """Address that others should connect to, when it is not the bound one."""
+    ports: tuple[int, int] | None = _from_env("PORTS", _ports, None)
+    """First and last TCP port to try. Default: any free one."""
+    unix_sockets: bool = _from_env("UNIX_SOCKETS", _flag, True)
+    """Use Unix sockets between workers of one host."""
+    shared_memory: bool = _from_env("SHARED_MEMORY", _flag, True)
+    """Move large tensors through shared memory between workers of one host."""
+    spin: float = _from_env("SPIN", float, 120e-6)
+    """How long to poll for an answer before sleeping; 0 never polls."""
+
+    key: bytes | None = field(
+        default_factory=lambda: os.environb.get(b"GRADWIRE_KEY"), repr=False
+    )
+    """The world's secret. Default: a random one, shared through the store."""
+    key_file: str | None = _from_env("KEY_FILE", str, None)
+    """A file that holds the secret."""
+    allow: Collection[Any] | None = None
+    """If given: the only functions (or modules) others may call, and no pickle at all."""
+    serializer: Any = None
+    """An object with `dumps(obj, tensors)` and `loads(data, tensors)` instead of pickle."""
+
+    max_body: int = _from_env("MAX_BODY", int, 1 << 30)
+    """The largest message accepted, not counting its large tensors."""
+    max_bulk: int = _from_env("MAX_BULK", int, 1 << 37)
+    """The most bytes of large tensors accepted in one message."""
+    world: str = _from_env("WORLD", str, "default")
+    """Tells apart worlds that meet in one store."""
+
+    def __post_init__(self) -> None:
+        for name in ("timeout", "join_timeout", "heartbeat", "spin"):
+            if getattr(self, name) < 0:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r}: must not be negative"
+                )
+        for name in ("threads", "max_body", "max_bulk"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        if self.max_body >= 1 << 32:
+            raise ValueError(f"max_body={self.max_body}: must be below 4 GiB")
+        if self.ports and not 0 < self.ports[0] <= self.ports[1] < 65536:
+            raise ValueError(f"ports={self.ports!r}: give (first, last) in 1..65535")
+
+    def secret(self) -> bytes | None:
+        """The user's key, from the option or the file; None if there is none.
+
+        Raises:
+            ValueError: the key is too short to protect anything.
+        """
+        key = self.key
+        if key is None and self.key_file is not None:
+            key = Path(self.key_file).read_bytes().strip()
+        if key is not None and len(key) < 16:
+            raise ValueError(
+                f"the key has {len(key)} bytes: use at least 16 random bytes"
+            )
+        return key
+
+    @classmethod
+    def names(cls) -> list[str]:
+        return [f.name for f in fields(cls)]

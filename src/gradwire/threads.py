@@ -1,0 +1,305 @@
+"""Threads that come when there is work and go when there is none.
+
+An `Executor` runs tasks from one queue. It keeps as few threads awake as do the work: a task put
+in while a thread is busy is left for that thread, so a reader that finds a request and puts it in
+runs it itself, with no hand-over. What keeps this from getting stuck:
+
+* A thread that is about to wait inside a call of ours says so (`waiting`), and another thread takes
+  the queue at once. Such threads do not count against the limit, so nested calls can be any depth.
+* A thread that is stuck elsewhere (a sleep, a lock) is noticed by the monitor within a few
+  milliseconds, which adds a thread. The monitor ticks only while there is work, and sleeps without
+  end when there is none.
+
+`host` gives a task a thread of its own, outside the limit: for tasks that mostly wait.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
+Task = Callable[[], object]
+
+log = logging.getLogger("gradwire")
+
+_TICK = 0.001  # how long a queue may stand still before a thread is added
+_LINGER_TICKS = 50  # ticks without work before the monitor sleeps: waking it costs more
+_IDLE = 2.0  # how long a thread without work stays
+
+
+class Executor:
+    """Runs tasks on elastic threads; also tasks at a given time."""
+
+    def __init__(
+        self, name: str, limit: int, *, on_thread: Callable[[], object] | None = None
+    ) -> None:
+        self._name = name
+        self._limit = limit
+        self._on_thread = on_thread
+        self._lock = threading.Lock()
+        self._queue: deque[Task] = deque()
+        self._counted: set[int] = set()  # threads that take from the queue
+        self._active = 0  # of those, the ones neither idle nor waiting
+        self._idle: list[Bell] = []
+        self._looks: list[Callable[[], None]] = []
+        self._taken = 0
+        self._closed = False
+        self._numbers = itertools.count()
+        self._threads: set[threading.Thread] = set()
+        self._monitor = _Monitor(self)
+
+    def __repr__(self) -> str:
+        return (
+            f"<Executor {self._name}: {len(self._threads)} threads, "
+            f"{self._active} active, {len(self._queue)} queued>"
+        )
+
+    @property
+    def backlog(self) -> int:
+        return len(self._queue)
+
+    def submit(self, task: Task) -> None:
+        """Run `task` soon."""
+        self._queue.append(task)
+        if self._active:
+            self._monitor.wake()  # the busy thread will take it, or the monitor sees to it
+        else:
+            self._add_thread()
+
+    def host(self, task: Task) -> None:
+        """Run `task` at once in a thread of its own."""
+        self._start(lambda: _run(task), "host")
+
+    def call_at(self, when: float, task: Task) -> None:
+        """Submit `task` when the monotonic clock shows `when`."""
+        self._monitor.schedule(when, task)
+
+    def waiting(self) -> AbstractContextManager[None]:
+        """Around a wait for something that other tasks may bring about."""
+        if threading.get_ident() in self._counted:
+            return _Waiting(self)
+        return _NOTHING
+
+    def when_stuck(self, look: Callable[[], None]) -> None:
+        """Have the monitor call `look` now and then while all threads are busy."""
+        self._looks.append(look)
+
+    def pause(self) -> None:
+        """This thread is about to wait: another may take the queue."""
+        with self._lock:
+            self._active -= 1
+        if self._queue and not self._active:
+            self._add_thread()
+
+    def resume(self) -> None:
+        """This thread goes on."""
+        with self._lock:
+            self._active += 1
+
+    def close(self) -> None:
+        """Let the threads end; those inside a task end after it. No more tasks are run."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.clear()
+            idle, self._idle = self._idle, []
+        for bell in idle:
+            bell.ring()
+        self._monitor.wake(force=True)
+
+    def join(self, timeout: float) -> bool:
+        """Wait for all threads but this one to end; False if some have not."""
+        deadline = time.monotonic() + timeout
+        for thread in list(self._threads):
+            if thread is not threading.current_thread():
+                thread.join(max(0.0, deadline - time.monotonic()))
+        return all(t is threading.current_thread() for t in list(self._threads))
+
+    def add_if_stuck(self, taken: int) -> int:
+        """For the monitor: add a thread if none was taken since; returns the count."""
+        if self._queue and self._taken == taken:
+            if self._active < self._limit:
+                self._add_thread()
+            else:
+                for look in self._looks:
+                    _run(look)
+        return self._taken
+
+    def _add_thread(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._active += 1
+            bell = self._idle.pop() if self._idle else None
+        if bell is None:
+            self._start(self._work, "work")
+        else:
+            bell.ring()
+
+    def _start(self, target: Task, role: str) -> None:
+        def run() -> None:
+            try:
+                if self._on_thread is not None:
+                    self._on_thread()
+                target()
+            finally:
+                self._threads.discard(threading.current_thread())
+
+        name = f"gradwire-{self._name}-{role}-{next(self._numbers)}"
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._threads.add(thread)
+        thread.start()
+
+    def _work(self) -> None:
+        ident = threading.get_ident()
+        self._counted.add(ident)
+        bell = Bell()
+        try:
+            while not self._closed:
+                try:
+                    task = self._queue.popleft()
+                except IndexError:
+                    if not self._rest(bell):
+                        return
+                    continue
+                self._taken += 1
+                _run(task)
+                del task  # what it holds must not live until the next one
+        finally:
+            self._counted.discard(ident)
+
+    def _rest(self, bell: Bell) -> bool:
+        """Sleep until there is work; False when it is time to go."""
+        with self._lock:
+            self._active -= 1
+            if self._queue and not self._closed:
+                self._active += 1
+                return True
+            if self._closed:
+                return False
+            self._idle.append(bell)
+        if bell.wait(_IDLE):
+            return True
+        with self._lock:
+            if bell in self._idle:
+                self._idle.remove(bell)
+                return False
+        return bell.wait(None)  # rung just now: the work is ours
+
+
+class _Waiting(AbstractContextManager[None]):
+    """A thread of the executor that does not count while it waits."""
+
+    __slots__ = ("_executor",)
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+
+    def __enter__(self) -> None:
+        self._executor.pause()
+
+    def __exit__(self, *_: object) -> None:
+        self._executor.resume()
+
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
+
+
+class Bell:
+    """One sleeper, one waker."""
+
+    __slots__ = ("_lock",)
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+
+    def ring(self) -> None:
+        try:
+            self._lock.release()
+        except RuntimeError:
+            pass  # rung already
+
+    def wait_until(self, deadline: float | None) -> bool:
+        return self.wait(None if deadline is None else deadline - time.monotonic())
+
+    def wait(self, timeout: float | None) -> bool:
+        return self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
+
+
+class _Monitor:
+    """One thread that sees to stuck queues and to the clock. Starts on first use."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._bell = Bell()
+        self._asleep = False
+        self._started = False
+        self._lock = threading.Lock()
+        self._timers: list[tuple[float, int, Task]] = []
+        self._order = itertools.count()
+        self._wake_at = float("inf")
+
+    def schedule(self, when: float, task: Task) -> None:
+        with self._lock:
+            heapq.heappush(self._timers, (when, next(self._order), task))
+            first = when < self._wake_at
+        if first:
+            self.wake(force=True)
+
+    def wake(self, force: bool = False) -> None:
+        if not self._started:
+            with self._lock:
+                if self._started:
+                    return
+                self._started = True
+            self._executor._start(self._watch, "monitor")
+        elif self._asleep or force:
+            self._bell.ring()
+
+    def _watch(self) -> None:
+        executor = self._executor
+        quiet = taken = 0
+        while not executor._closed:
+            for task in self._due():
+                executor.submit(task)
+            quiet = 0 if executor.backlog else quiet + 1
+            taken = executor.add_if_stuck(taken)
+            self._asleep = quiet > _LINGER_TICKS
+            if (
+                self._asleep and executor.backlog
+            ):  # put in before it could see us asleep
+                self._asleep = False
+            self._bell.wait(self._pause())
+            self._asleep = False
+
+    def _pause(self) -> float | None:
+        """How long to sleep, and note until when, so that an earlier timer wakes us."""
+        now = time.monotonic()
+        with self._lock:
+            first = self._timers[0][0] if self._timers else float("inf")
+            self._wake_at = first if self._asleep else min(first, now + _TICK)
+        return None if self._wake_at == float("inf") else self._wake_at - now
+
+    def _due(self) -> list[Task]:
+        now = time.monotonic()
+        due = []
+        with self._lock:
+            self._wake_at = float("-inf")  # awake: nobody needs to ring
+            while self._timers and self._timers[0][0] <= now:
+                due.append(heapq.heappop(self._timers)[2])
+        return due
+
+
+def _run(task: Task) -> None:
+    try:
+        task()
+    except Exception:
+        log.exception("a task of gradwire failed")
