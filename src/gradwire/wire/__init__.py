@@ -1,0 +1,1 @@
+"""Bytes: frames, tensors, pickling, and messages as frames. Knows nothing of sockets."""

@@ -1,0 +1,235 @@
+"""Messages as parcels, and frames as messages.
+
+Which encoding is used depends on who is addressed (`Manner`): pickle between workers that trust
+each other with it, the plain encoding to and from workers with an allow-list, the user's own
+serializer where there is one. A worker with an allow-list decodes the plain encodings only.
+
+    encoding          body
+    1  SHORT          a signature and raw values (`signatures.py`), data by pickle
+    2  GENERAL        a table of tensors (`tensors.py`), then a pickle
+    3  PLAIN_SHORT    like 1, data in the plain encoding
+    4  PLAIN_GENERAL  like 2, with the plain encoding
+    5  CUSTOM         like 2, with the user's serializer
+"""
+
+from __future__ import annotations
+
+import builtins
+import dataclasses
+import pickle
+import traceback
+from typing import Any, NamedTuple
+
+import cloudpickle
+import torch
+
+from ..errors import NotAllowedError, ProtocolError, RemoteError
+from . import plain, tensors
+from .frames import Frame, Limits, Parcel
+from .functions import Names
+from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
+from .pickling import PickleSerializer, Reducer, Serializer
+from .signatures import (
+    Decoder,
+    Encoder,
+    Subject,
+    dump_pickle,
+    dump_plain,
+    load_plain,
+)
+
+SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
+
+
+class Manner(NamedTuple):
+    """How to speak to a worker."""
+
+    plain: bool = False
+    """It accepts no pickles."""
+    same_main: bool = False
+    """It runs the same script, so what that defines can go by name."""
+
+
+class Codec:
+    """Encodes and decodes for one worker."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        plain_only: bool = False,
+        custom: Serializer | None = None,
+    ) -> None:
+        self._limits = limits
+        self._plain_only = plain_only
+        self._custom = custom
+        self._names = Names()
+        self._reducers: dict[type, Reducer] = {}
+        self._kinds: dict[type, int] = {}
+        self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
+        self._encoders = {
+            False: Encoder(SHORT, dump_pickle),
+            True: Encoder(PLAIN_SHORT, dump_plain),
+        }
+        self._decoders = {PLAIN_SHORT: Decoder(load_plain)}
+        self._loaders: dict[int, Serializer] = {PLAIN_GENERAL: plain}
+        if not plain_only:
+            self._decoders[SHORT] = Decoder(pickle.loads)
+            self._loaders[GENERAL] = PickleSerializer(self._reducers, same_main=True)
+            if custom is not None:
+                self._loaders[CUSTOM] = custom
+
+    def register(self, kind: int, message: type) -> None:
+        """Teach it a message of an upper layer, a dataclass."""
+        if kind < FIRST_UPPER or kind > 255 or kind in self._types:
+            raise ValueError(f"message code {kind} is taken or not between 16 and 255")
+        self._kinds[message] = kind
+        self._types[kind] = message
+
+    def register_reducer(self, kind: type, reducer: Reducer) -> None:
+        """Pickle objects of exactly this type with `reducer`, as `copyreg` would."""
+        self._reducers[kind] = reducer
+
+    def call(self, call: Call, manner: Manner) -> Parcel:
+        """A call as a parcel.
+
+        Raises:
+            TypeError: an argument cannot be sent.
+            ValueError: it is larger than the limits.
+        """
+        name = self._names.name_of(call.function, manner.same_main)
+        if name is not None and self._custom is None:
+            subject = Subject(CALL, name, tuple(call.kwargs), call.modes)
+            values = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
+            parcel = self._short(subject, values, manner)
+            if parcel is not None:
+                return parcel
+        if name is None and manner.plain:
+            raise NotAllowedError(
+                f"{call.function!r} cannot be imported by name, and the worker called "
+                "accepts no functions by value (it has an allow-list)"
+            )
+        target = call.function if name is None else name
+        fields = (target, call.args, call.kwargs, call.modes)
+        return self._general(CALL, fields, manner)
+
+    def result(self, value: Any, manner: Manner) -> Parcel:
+        if self._custom is None:
+            spread = type(value) is tuple
+            subject = Subject(RESULT, spread=spread)
+            parcel = self._short(subject, value if spread else (value,), manner)
+            if parcel is not None:
+                return parcel
+        return self._general(RESULT, (value,), manner)
+
+    def failure(self, error: BaseException, manner: Manner) -> Parcel:
+        failure = describe_failure(error, picklable=not manner.plain)
+        return self._general(FAILURE, dataclasses.astuple(failure), manner)
+
+    def message(self, message: Any, manner: Manner) -> Parcel:
+        """A message of an upper layer as a parcel."""
+        fields = tuple(getattr(message, f.name) for f in dataclasses.fields(message))
+        return self._general(self._kinds[type(message)], fields, manner)
+
+    def open(self, frame: Frame) -> Any:
+        """The message in a frame.
+
+        Raises:
+            ProtocolError: the bytes make no sense.
+            NotAllowedError: it holds a pickle, and this worker accepts none.
+            Exception: whatever unpickling it raises.
+        """
+        decoder = self._decoders.get(frame.encoding)
+        if decoder is not None:
+            return _from_values(frame.kind, *decoder.decode(frame.body, frame.area))
+        loader = self._loaders.get(frame.encoding)
+        if loader is None:
+            raise self._refusal(frame.encoding)
+        body = memoryview(frame.body)
+        arrived, at = tensors.unpack(body, frame.area)
+        return self._from_fields(frame.kind, loader.loads(body[at:], arrived))
+
+    def _refusal(self, encoding: int) -> Exception:
+        if encoding in (SHORT, GENERAL, CUSTOM) and self._plain_only:
+            return NotAllowedError(
+                "this worker has an allow-list and accepts no pickles"
+            )
+        if encoding == CUSTOM:
+            return ProtocolError("message for a serializer that this worker lacks")
+        return ProtocolError(f"unknown encoding {encoding}")
+
+    def _from_fields(self, kind: int, fields: tuple[Any, ...]) -> Any:
+        try:
+            return self._types[kind](*fields)
+        except (TypeError, ValueError, KeyError) as error:
+            raise ProtocolError(f"message {kind} with wrong fields: {error}") from error
+
+    def _short(
+        self, subject: Subject, values: tuple[Any, ...], manner: Manner
+    ) -> Parcel | None:
+        parcel = self._encoders[manner.plain].encode(subject, values)
+        if parcel is not None:
+            parcel.check(self._limits)
+        return parcel
+
+    def _general(self, kind: int, fields: tuple[Any, ...], manner: Manner) -> Parcel:
+        found: list[torch.Tensor] = []
+        encoding, serializer = self._serializer(manner)
+        data = serializer.dumps(fields, found)
+        packed = tensors.pack(found)
+        body = b"".join((*packed.head, data))
+        parcel = Parcel(kind, encoding, body, packed.bulk, packed.bulk_length)
+        parcel.check(self._limits)
+        return parcel
+
+    def _serializer(self, manner: Manner) -> tuple[int, Serializer]:
+        if manner.plain:
+            return PLAIN_GENERAL, plain
+        if self._custom is not None:
+            return CUSTOM, self._custom
+        same = manner.same_main
+        return GENERAL, PickleSerializer(self._reducers, same_main=same)
+
+
+def _from_values(kind: int, subject: Subject, values: list[Any]) -> Any:
+    if kind == CALL and subject.name is not None:
+        count = len(values) - len(subject.keywords)
+        kwargs = dict(zip(subject.keywords, values[count:], strict=True))
+        return Call(subject.name, tuple(values[:count]), kwargs, subject.modes)
+    if kind == RESULT and (subject.spread or len(values) == 1):
+        return Result(tuple(values) if subject.spread else values[0])
+    raise ProtocolError(f"message {kind} with a signature of {subject.kind}")
+
+
+def describe_failure(error: BaseException, *, picklable: bool) -> Failure:
+    """An exception as a message."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    pickled = None
+    if picklable:
+        try:
+            pickled = cloudpickle.dumps(error, protocol=5)
+        except Exception:  # noqa: BLE001 user code
+            pickled = None  # its text has to do
+    return Failure(type(error).__qualname__, str(error), trace, pickled)
+
+
+def revive_failure(failure: Failure, worker: str) -> Exception:
+    """The exception to raise here for a failure over there: its own type, where possible."""
+    cause = RemoteError(worker, failure.type_name, failure.message, failure.trace)
+    error: Any = None
+    if failure.pickled is not None:
+        try:
+            error = pickle.loads(failure.pickled)
+        except Exception:  # noqa: BLE001 user code
+            error = None  # its type cannot be made here: the cause has the text
+    else:
+        kind = getattr(builtins, failure.type_name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                error = kind(failure.message)
+            except TypeError:
+                error = None
+    if not isinstance(error, Exception):
+        return cause
+    error.__cause__ = cause
+    return error

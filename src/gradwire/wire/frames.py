@@ -1,0 +1,144 @@
+"""The unit that travels: a fixed header, a body, and an area of bulk bytes.
+
+    offset  size  field
+    0       1     version of this layout
+    1       1     kind: which message (`messages.py`)
+    2       2     encoding of the body (`codec.py`)
+    4       4     length of the body
+    8       8     call: which call this asks or answers; 0 for neither
+    16      8     scope: a number that upper layers send along; 0 for none
+    24      8     length of the bulk area
+    32      8     segment of shared memory that holds the bulk area; 0: it follows the body
+
+A `Parcel` is a frame to be sent, a `Frame` one that has arrived. The body is bytes; the bulk area
+holds the large tensors of the message, each at a multiple of 64 bytes. Lengths are checked against
+`Limits` before any memory is taken for them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ProtocolError
+
+VERSION = 1
+HEADER = struct.Struct("<BBHIQQQQ")
+ALIGNMENT = 64
+
+
+class Piece(NamedTuple):
+    """A flat tensor and where in the bulk area it goes."""
+
+    offset: int
+    tensor: torch.Tensor
+
+
+@dataclass(slots=True)
+class Parcel:
+    """A message ready to travel, but for where it goes."""
+
+    kind: int
+    encoding: int
+    body: bytes
+    bulk: Sequence[Piece] = ()
+    bulk_length: int = 0
+    scope: int = 0
+
+    def header(self, call: int, segment: int = 0) -> bytes:
+        return HEADER.pack(
+            VERSION,
+            self.kind,
+            self.encoding,
+            len(self.body),
+            call,
+            self.scope,
+            self.bulk_length,
+            segment,
+        )
+
+    def check(self, limits: Limits) -> None:
+        """Refuse here what the other side would refuse.
+
+        Raises:
+            ValueError: the message is larger than the options allow.
+        """
+        if len(self.body) > limits.body or self.bulk_length > limits.bulk:
+            raise ValueError(
+                f"message of {len(self.body)} + {self.bulk_length} bytes is larger than "
+                f"max_body={limits.body}, max_bulk={limits.bulk}; raise them on all workers"
+            )
+
+    def arrive(self, call: int) -> Frame:
+        """The frame that the other side would get, with its own copy of the bytes."""
+        area = None
+        if self.bulk_length:
+            area = (ctypes.c_char * self.bulk_length)()
+            fill(area, 0, self.bulk)
+        return Frame(self.kind, self.encoding, call, self.scope, self.body, area)
+
+
+@dataclass(slots=True)
+class Frame:
+    """A message that has arrived, not yet decoded."""
+
+    kind: int
+    encoding: int
+    call: int
+    scope: int
+    body: bytes | memoryview
+    area: Any = None  # a writable buffer that lives as long as the tensors made of it
+
+
+class Limits(NamedTuple):
+    """The largest lengths accepted."""
+
+    body: int
+    bulk: int
+
+
+class Header(NamedTuple):
+    """The fields of a header, checked."""
+
+    kind: int
+    encoding: int
+    body: int
+    call: int
+    scope: int
+    bulk: int
+    segment: int
+
+
+def parse_header(data: bytes | memoryview, limits: Limits) -> Header:
+    """The header at the start of `data`.
+
+    Raises:
+        ProtocolError: it is not one, or announces more than the limits allow.
+    """
+    version, *fields = HEADER.unpack_from(data)
+    header = Header._make(fields)
+    if version != VERSION:
+        raise ProtocolError(f"frame of version {version}, this is version {VERSION}")
+    if header.body > limits.body:
+        raise ProtocolError(f"body of {header.body} bytes, the limit is {limits.body}")
+    if header.bulk > limits.bulk:
+        raise ProtocolError(f"bulk of {header.bulk} bytes, the limit is {limits.bulk}")
+    return header
+
+
+def aligned(offset: int) -> int:
+    return -(-offset // ALIGNMENT) * ALIGNMENT
+
+
+def fill(area: Any, start: int, pieces: Sequence[Piece]) -> None:
+    """Copy the pieces into a buffer; torch's own threads help with large ones."""
+    for offset, source in pieces:
+        target = torch.frombuffer(
+            area, dtype=source.dtype, count=source.numel(), offset=start + offset
+        )
+        target.copy_(source)

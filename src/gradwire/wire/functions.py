@@ -1,0 +1,100 @@
+"""Functions by name: `module:qualname`, found when called.
+
+A function that can be imported travels as its name. `Names` is careful: a name is used only if it
+leads back to the very same object, so a decorated, local or replaced function is never mistaken for
+another. What has no name goes by value (`pickling.py`).
+
+Functions of the main script have a name if the other worker runs the same script: they then find
+the module's globals over there, as programs with a server's state in a global expect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+MAIN_MODULES = ("__main__", "__mp_main__")
+
+
+def main_fingerprint() -> str:
+    """Tells whether two workers run the same script; empty if there is none."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+    except OSError:
+        return ""
+
+
+class Names:
+    """Finds names of functions, and remembers those it found."""
+
+    def __init__(self) -> None:
+        self._names: dict[Any, str] = {}
+
+    def name_of(self, func: Any, same_main: bool) -> str | None:
+        """The name under which `func` can be found elsewhere, or None."""
+        try:
+            name = self._names.get(func)
+        except TypeError:  # unhashable: an instance, never found by name
+            return None
+        if name is None:
+            name = _find_name(func)
+            if name is None:  # not remembered: a closure may hold much
+                return None
+            if len(self._names) > 4096:
+                self._names.clear()
+            self._names[func] = name
+        return None if name.startswith("__main__:") and not same_main else name
+
+
+def resolve(name: str) -> Any:
+    """The object with that name, as it is now.
+
+    Raises:
+        LookupError: there is no such module or attribute here.
+    """
+    module, _, qualname = name.partition(":")
+    try:
+        obj: Any = sys.modules.get(module) or importlib.import_module(module)
+    except ImportError as error:
+        raise LookupError(f"no module {module!r} here ({error})") from error
+    for part in qualname.split("."):
+        try:
+            obj = getattr(obj, part)
+        except AttributeError as error:
+            raise LookupError(f"no {qualname!r} in module {module!r} here") from error
+    return obj
+
+
+def _find_name(func: Any) -> str | None:
+    qualname = getattr(func, "__qualname__", None)
+    if not callable(func) or not isinstance(qualname, str) or "<" in qualname:
+        return None
+    module = getattr(func, "__module__", None)
+    candidates = [f"torch:{qualname.rpartition('.')[2]}", f"builtins:{qualname}"]
+    if isinstance(module, str):
+        alias = "__main__" if module in MAIN_MODULES else module
+        candidates.insert(0, f"{alias}:{qualname}")
+    for name in candidates:
+        try:
+            if resolve(name) is func:
+                return name
+        except LookupError:
+            continue
+    return None
+
+
+def describe(func: Any) -> str:
+    """A name for people."""
+    if isinstance(func, torch.jit.ScriptFunction):
+        return str(func.name)
+    name = getattr(func, "__qualname__", None)
+    if name is None:
+        return repr(func) if isinstance(func, str) else f"a {type(func).__qualname__}"
+    module = getattr(func, "__module__", None)
+    return f"{module}.{name}" if module else str(name)

@@ -1,0 +1,42 @@
+"""Raw bytes of CPU tensors, without copies and for every dtype.
+
+The only place that goes by address. numpy is not used: it knows neither bfloat16 nor float8.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+
+
+class _Arrays(dict[int, Any]):
+    """ctypes' array types by length; making one costs more than using it."""
+
+    def __missing__(self, length: int) -> Any:
+        array = ctypes.c_char * length
+        if len(self) < 4096:
+            self[length] = array
+        return array
+
+
+_arrays = _Arrays()
+
+
+def read(tensor: torch.Tensor, length: int) -> bytes:
+    """A copy of the first `length` bytes at the tensor's address."""
+    if not length:
+        return b""
+    return _arrays[length].from_address(tensor.data_ptr()).raw  # type: ignore[no-any-return]
+
+
+def write(tensor: torch.Tensor, data: bytes | memoryview) -> None:
+    """Put `data` at the tensor's address; the tensor has room for it."""
+    if len(data):
+        _arrays[len(data)].from_address(tensor.data_ptr()).raw = data
+
+
+def view(tensor: torch.Tensor) -> memoryview:
+    """The tensor's bytes in place. Holds no reference: keep the tensor meanwhile."""
+    return memoryview(_arrays[tensor.nbytes].from_address(tensor.data_ptr())).cast("B")

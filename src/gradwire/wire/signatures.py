@@ -1,0 +1,290 @@
+"""The short way for common messages: everything that repeats is said once and remembered.
+
+A call whose arguments are contiguous CPU tensors, None and small plain data has a *signature*: the
+function's name, keyword names, modes, and dtype and shape of each tensor. Its bytes are computed
+once per signature here, and parsed once there, into steps that fetch the arguments. What follows
+the signature is raw: the small tensors' bytes, then the plain data. Results go the same way.
+
+    body     length of the signature u32, signature (plain encoding), small tensors, data
+
+Anything else takes the general way (`codec.py`); `encode` says so by returning None.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from ..errors import ProtocolError
+from . import memory, plain
+from .frames import Parcel, Piece, aligned
+from .tensors import DTYPE_CODES, DTYPES, INLINE
+
+Dump = Callable[[Any], bytes]
+Load = Callable[[Any], Any]
+Step = Callable[[Any, int, Any, Any], Any]
+
+_LENGTH = struct.Struct("<I")
+_BASIC = frozenset((int, float, str, bool, bytes))
+_MAX_ITEMS, _MAX_DEPTH = 32, 3
+_MAX_SIGNATURE = 4096
+_MAX_REMEMBERED = 4096
+
+
+class Subject(NamedTuple):
+    """What a signature is about, besides the values."""
+
+    kind: int
+    name: str | None = None
+    keywords: tuple[str, ...] = ()
+    modes: tuple[Any, ...] | None = None
+    spread: bool = False
+    """The values are the items of one tuple."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """A signature's bytes, and where its large tensors go."""
+
+    prefix: bytes
+    offsets: list[int]
+    bulk_length: int
+
+
+class Encoder:
+    """Remembers the signatures sent."""
+
+    def __init__(self, encoding: int, dump: Dump) -> None:
+        self._encoding = encoding
+        self._dump = dump
+        self._known: dict[Any, _Known | None] = {}
+
+    def encode(self, subject: Subject, values: tuple[Any, ...]) -> Parcel | None:
+        """The message, or None if it has to go the general way."""
+        key: list[Any] = [subject]
+        parts = [b""]
+        data: list[Any] = []
+        large: list[torch.Tensor] = []
+        storages: list[int] = []
+        for value in values:
+            if type(value) is torch.Tensor:
+                if not _is_simple(value):
+                    return None
+                storages.append(value.untyped_storage().data_ptr())
+                key += (value.dtype, value.shape, value.requires_grad)
+                length = value.nbytes
+                if length > INLINE:
+                    large.append(value.detach().view(-1))
+                else:
+                    parts.append(memory.read(value, length))
+            elif value is None:
+                key.append(None)
+            elif type(value) in _BASIC or _is_small(value, _MAX_DEPTH):
+                key.append(0)
+                data.append(value)
+            else:
+                return None
+        if len(storages) > 1 and len(set(storages)) < len(storages):
+            return None  # shared storages stay shared the general way
+        known = self._look_up(tuple(key), subject, values)
+        if known is None:
+            return None
+        parts[0] = known.prefix
+        if data:
+            parts.append(self._dump(data))
+        bulk = [Piece(o, t) for o, t in zip(known.offsets, large, strict=True)]
+        body = b"".join(parts)
+        return Parcel(subject.kind, self._encoding, body, bulk, known.bulk_length)
+
+    def _look_up(
+        self, key: tuple[Any, ...], subject: Subject, values: tuple[Any, ...]
+    ) -> _Known | None:
+        try:
+            return self._known[key]
+        except KeyError:
+            known = _describe(subject, values)
+            if len(self._known) > _MAX_REMEMBERED:
+                self._known.clear()
+            self._known[key] = known
+            return known
+
+
+class Decoder:
+    """Remembers the signatures that arrived."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._known: dict[bytes, tuple[Subject, _Plan]] = {}
+
+    def decode(self, body: bytes | memoryview, area: Any) -> tuple[Subject, list[Any]]:
+        """What the message is about, and its values.
+
+        Raises:
+            ProtocolError: the bytes make no sense.
+        """
+        if len(body) < 4:
+            raise ProtocolError("message without a signature")
+        end = 4 + _LENGTH.unpack_from(body)[0]
+        signature = bytes(body[4:end])
+        known = self._known.get(signature)
+        if known is None:
+            known = self._learn(signature, end, len(body))
+        subject, plan = known
+        return subject, plan.values(body, end, area)
+
+    def _learn(self, signature: bytes, end: int, length: int) -> tuple[Subject, _Plan]:
+        if end > length or end > _MAX_SIGNATURE + 4:
+            raise ProtocolError(f"signature of {end - 4} bytes")
+        try:
+            fields, specs = plain.loads(signature, [])
+            known = Subject(*fields), _Plan(specs, self._load)
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ProtocolError(f"signature makes no sense: {error}") from error
+        if len(self._known) > _MAX_REMEMBERED:
+            self._known.clear()
+        self._known[signature] = known
+        return known
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.is_contiguous()
+        and tensor.dtype in DTYPE_CODES
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+        and not tensor.is_nested
+    )
+
+
+def _is_small(value: Any, depth: int) -> bool:
+    """Whether this is plain data small enough for the short way."""
+    kind = type(value)
+    if kind is dict:
+        if not all(type(k) in _BASIC for k in value):
+            return False
+        items = value.values()
+    elif kind is list or kind is tuple:
+        items = value
+    else:
+        return False
+    if not depth or len(value) > _MAX_ITEMS:
+        return False
+    return all(x is None or type(x) in _BASIC or _is_small(x, depth - 1) for x in items)
+
+
+def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
+    specs: list[Any] = []
+    offsets = []
+    bulk = 0
+    for value in values:
+        if not isinstance(value, torch.Tensor):
+            specs.append(None if value is None else 0)
+            continue
+        spec = (DTYPE_CODES[value.dtype], tuple(value.shape), value.requires_grad)
+        if value.nbytes > INLINE:
+            offsets.append(bulk)
+            specs.append((*spec, bulk))
+            bulk = aligned(bulk + value.nbytes)
+        else:
+            specs.append((*spec, -1))
+    signature = plain.dumps((tuple(subject), specs), [])
+    if len(signature) > _MAX_SIGNATURE:
+        return None
+    return _Known(_LENGTH.pack(len(signature)) + signature, offsets, bulk)
+
+
+class _Plan:
+    """How to fetch the values that follow a signature."""
+
+    def __init__(self, specs: list[Any], load: Load) -> None:
+        self._load = load
+        self._steps: list[Step] = []
+        self._inline = 0  # bytes of small tensors
+        self._bulk = 0
+        self._has_data = False
+        data = 0
+        for spec in specs:
+            if spec is None:
+                self._steps.append(_fetch_none)
+            elif spec == 0:
+                self._steps.append(_fetch_data(data))
+                data += 1
+                self._has_data = True
+            else:
+                self._steps.append(self._tensor(*spec))
+
+    def values(self, body: Any, at: int, area: Any) -> list[Any]:
+        room = 0 if area is None else memoryview(area).nbytes
+        if at + self._inline > len(body) or self._bulk > room:
+            raise ProtocolError("message is shorter than its signature says")
+        data = self._load(body[at + self._inline :]) if self._has_data else None
+        try:
+            return [step(body, at, area, data) for step in self._steps]
+        except (IndexError, TypeError, RuntimeError) as error:
+            raise ProtocolError(f"data does not fit its signature: {error}") from error
+
+    def _tensor(self, code: int, shape: Any, grad: bool, offset: int) -> Step:
+        dtype = DTYPES[code]
+        if dtype is None or any(n < 0 for n in shape):
+            raise ProtocolError(f"tensor of dtype {code}, shape {shape}")
+        count = torch.Size(shape).numel()
+        length = count * dtype.itemsize
+        if offset < 0:
+            if length > INLINE:
+                raise ProtocolError(f"small tensor of {length} bytes")
+            step = _fetch_small(dtype, shape, self._inline, length)
+            self._inline += length
+        else:
+            if offset % 64 or not count:
+                raise ProtocolError(f"large tensor of {length} bytes at {offset}")
+            step = _fetch_large(dtype, shape, offset, count)
+            self._bulk = max(self._bulk, offset + length)
+        return _with_grad(step) if grad else step
+
+
+def _fetch_none(body: Any, at: int, area: Any, data: Any) -> None:
+    return None
+
+
+def _fetch_data(index: int) -> Step:
+    return lambda body, at, area, data: data[index]
+
+
+def _fetch_small(dtype: torch.dtype, shape: Any, start: int, length: int) -> Step:
+    def step(body: Any, at: int, area: Any, data: Any) -> torch.Tensor:
+        tensor = torch.empty(shape, dtype=dtype)
+        memory.write(tensor, body[at + start : at + start + length])
+        return tensor
+
+    return step
+
+
+def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Step:
+    def step(body: Any, at: int, area: Any, data: Any) -> torch.Tensor:
+        flat = torch.frombuffer(area, dtype=dtype, count=count, offset=offset)
+        return flat.view(shape)
+
+    return step
+
+
+def _with_grad(step: Step) -> Step:
+    return lambda *args: step(*args).requires_grad_()
+
+
+def dump_pickle(data: Any) -> bytes:
+    return pickle.dumps(data, 5)
+
+
+def dump_plain(data: Any) -> bytes:
+    return plain.dumps(data, [])
+
+
+def load_plain(data: Any) -> Any:
+    return plain.loads(data, [])

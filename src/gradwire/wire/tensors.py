@@ -1,0 +1,308 @@
+"""A message's tensors: one table that says what they are, and blocks that hold their bytes.
+
+Only strided CPU tensors come here; `recipes.py` takes the others apart into such. Rules:
+
+* A tensor is sent as the span of memory it covers, with its strides, if that is no longer than its
+  elements (so a transposed or an expanded tensor arrives as it was); else as its elements in order.
+* Tensors of one message that share a storage share one on arrival, if they overlap or if together
+  they fill at least half of the span between them. (Rows picked from a large table do not drag the
+  table along.)
+* Blocks up to `INLINE` bytes are copied into the body; larger ones go to the bulk area, in place.
+
+    table    count u32, blocks u32, then per block its length u64, then per tensor:
+             block u32, dtype u8, flags u8, ndim u16, offset in the block u64,
+             shape i64 each, strides i64 each if flagged
+    body     table, then the inline blocks one after the other
+
+Nothing in a table is believed before it is checked: it may come from anyone who knows the key.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import ProtocolError
+from . import memory
+from .frames import Piece, aligned
+
+INLINE = 32768
+
+# The order is part of the protocol: add at the end. A name this torch lacks stays a gap.
+_NAMES = (
+    "float32 float64 float16 bfloat16 int64 int32 int16 int8 uint8 bool "
+    "complex64 complex128 complex32 uint16 uint32 uint64 "
+    "float8_e4m3fn float8_e5m2 float8_e4m3fnuz float8_e5m2fnuz float8_e8m0fnu"
+).split()
+DTYPES: list[torch.dtype | None] = [getattr(torch, name, None) for name in _NAMES]
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not None}
+
+_COUNTS = struct.Struct("<II")
+_ENTRY = struct.Struct("<IBBHQ")
+_GRAD, _STRIDES = 1, 2
+_MAX_DIMS = 64
+
+
+@dataclass(slots=True)
+class Packed:
+    """The table and inline blocks as bytes, and the blocks for the bulk area."""
+
+    head: list[bytes]
+    bulk: list[Piece] = field(default_factory=list)
+    bulk_length: int = 0
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor can go into a table as it is."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and tensor.dtype in DTYPE_CODES
+        and not tensor.is_nested
+    )
+
+
+def pack(tensors: Sequence[torch.Tensor]) -> Packed:
+    """The table of these tensors, with their bytes."""
+    entries: list[bytes] = []
+    lengths: list[int] = []
+    blocks: list[torch.Tensor] = []
+    sources = [_Source(t) for t in tensors]
+    for index, (group, span) in enumerate(_groups(sources)):
+        block, length = _block(group, span)
+        blocks.append(block)
+        lengths.append(length)
+        for source in group:
+            source.block = index
+    entries = [source.entry() for source in sources]
+    counts = _COUNTS.pack(len(sources), len(blocks))
+    sizes = struct.pack(f"<{len(lengths)}Q", *lengths)
+    packed = Packed([counts, sizes, *entries])
+    for block, length in zip(blocks, lengths, strict=True):
+        if length <= INLINE:
+            packed.head.append(memory.read(block, length))
+        else:
+            packed.bulk.append(Piece(packed.bulk_length, block))
+            packed.bulk_length = aligned(packed.bulk_length + length)
+    return packed
+
+
+class _Source:
+    """A tensor on its way out: where its bytes lie, and how it will be described."""
+
+    __slots__ = ("block", "high", "low", "offset", "requires_grad", "strided", "tensor")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.requires_grad = tensor.requires_grad
+        tensor = tensor.detach().resolve_conj().resolve_neg()
+        length = _span(tensor)
+        if length > tensor.nbytes:
+            tensor = tensor.contiguous()
+            length = tensor.nbytes
+        self.tensor = tensor
+        self.strided = not tensor.is_contiguous()
+        self.low = int(tensor.storage_offset()) * tensor.itemsize
+        self.high = self.low + length
+        self.offset = 0
+        self.block = 0
+
+    def entry(self) -> bytes:
+        t = self.tensor
+        flags = _GRAD * self.requires_grad | _STRIDES * self.strided
+        numbers = (*t.shape, *t.stride()) if self.strided else tuple(t.shape)
+        head = _ENTRY.pack(
+            self.block, DTYPE_CODES[t.dtype], flags, t.dim(), self.offset
+        )
+        return head + struct.pack(f"<{len(numbers)}q", *numbers)
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the tensor's first element to the end of its last."""
+    if not tensor.numel():
+        return 0
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return (1 + sum((size - 1) * step for size, step in steps)) * tensor.itemsize
+
+
+def _groups(sources: list[_Source]) -> list[tuple[list[_Source], tuple[int, int]]]:
+    """Which tensors travel in one block, and the span of storage it covers."""
+    by_storage: dict[int, list[_Source]] = {}
+    for source in sources:
+        key = source.tensor.untyped_storage().data_ptr() or id(source)
+        by_storage.setdefault(key, []).append(source)
+    groups = []
+    for members in by_storage.values():
+        whole = _extent(members)
+        if sum(m.high - m.low for m in members) * 2 >= whole[1] - whole[0]:
+            groups.append((members, whole))
+        else:
+            groups += [(part, _extent(part)) for part in _overlapping(members)]
+    return groups
+
+
+def _extent(members: list[_Source]) -> tuple[int, int]:
+    if len(members) == 1:
+        return members[0].low, members[0].high
+    low = min(m.low for m in members) // 16 * 16  # keeps every dtype aligned
+    return low, max(m.high for m in members)
+
+
+def _overlapping(members: list[_Source]) -> list[list[_Source]]:
+    parts: list[list[_Source]] = []
+    end = -1
+    for member in sorted(members, key=lambda m: m.low):
+        if member.low < end:
+            parts[-1].append(member)
+        else:
+            parts.append([member])
+        end = max(end, member.high)
+    return parts
+
+
+def _block(group: list[_Source], span: tuple[int, int]) -> tuple[torch.Tensor, int]:
+    """The flat tensor over the span that a group covers."""
+    low, high = span
+    if len(group) == 1:
+        t = group[0].tensor
+        if not group[0].strided:
+            return t.view(-1) if t.dim() != 1 else t, high - low
+        count = (high - low) // t.itemsize
+        return t.as_strided((count,), (1,), t.storage_offset()), high - low
+    for member in group:
+        member.offset = member.low - low
+    flat = torch.empty(0, dtype=torch.uint8)
+    flat.set_(group[0].tensor.untyped_storage(), low, (high - low,), (1,))
+    return flat, high - low
+
+
+def unpack(body: memoryview, area: Any) -> tuple[list[torch.Tensor], int]:
+    """The tensors described at the start of `body`, and how many bytes that took.
+
+    Raises:
+        ProtocolError: the table does not fit the bytes.
+    """
+    try:
+        return _Table(body, area).build()
+    except (struct.error, ValueError, RuntimeError, OverflowError) as error:
+        if isinstance(error, ProtocolError):
+            raise
+        raise ProtocolError(f"table of tensors makes no sense: {error}") from error
+
+
+class _Table:
+    """A table on its way in."""
+
+    def __init__(self, body: memoryview, area: Any) -> None:
+        self._body = body
+        self._area = area
+        self._at = 0
+
+    def build(self) -> tuple[list[torch.Tensor], int]:
+        count, blocks = self._take(_COUNTS)
+        if count * _ENTRY.size + blocks * 8 > len(self._body):
+            raise ProtocolError(f"table of {count} tensors in {blocks} blocks is cut")
+        lengths = self._numbers(blocks, "Q")
+        entries = [self._entry() for _ in range(count)]
+        members = [0] * blocks
+        for block, *_ in entries:
+            if block >= blocks:
+                raise ProtocolError(f"tensor in block {block} of {blocks}")
+            members[block] += 1
+        places = self._places(lengths)
+        shared = {i: self._storage(*places[i]) for i in range(blocks) if members[i] > 1}
+        return [self._tensor(e, places, shared) for e in entries], self._at
+
+    def _take(self, layout: struct.Struct) -> tuple[int, ...]:
+        values = layout.unpack_from(self._body, self._at)
+        self._at += layout.size
+        return values
+
+    def _numbers(self, count: int, code: str) -> tuple[int, ...]:
+        return self._take(struct.Struct(f"<{count}{code}"))
+
+    def _entry(self) -> tuple[int, torch.dtype, int, tuple[int, ...], Any, int]:
+        block, code, flags, dims, offset = self._take(_ENTRY)
+        dtype = DTYPES[code] if code < len(DTYPES) else None
+        if dtype is None:
+            raise ProtocolError(
+                f"tensor of a dtype unknown to this torch (code {code})"
+            )
+        if dims > _MAX_DIMS:
+            raise ProtocolError(f"tensor of {dims} dimensions")
+        shape = self._numbers(dims, "q")
+        strides = self._numbers(dims, "q") if flags & _STRIDES else None
+        if any(n < 0 for n in shape + (strides or ())):
+            raise ProtocolError(f"tensor of shape {shape} with strides {strides}")
+        return block, dtype, flags, shape, strides, offset
+
+    def _places(self, lengths: Sequence[int]) -> list[tuple[bool, int, int]]:
+        """Per block: is it in the area, where, and how long."""
+        places = []
+        bulk = 0
+        for length in lengths:
+            if length <= INLINE:
+                places.append((False, self._at, length))
+                self._at += length
+            else:
+                places.append((True, bulk, length))
+                bulk = aligned(bulk + length)
+        room = 0 if self._area is None else memoryview(self._area).nbytes
+        if self._at > len(self._body) or bulk > aligned(room):
+            raise ProtocolError("tensors are longer than the message")
+        return places
+
+    def _storage(self, in_area: bool, at: int, length: int) -> torch.UntypedStorage:
+        if in_area:
+            flat = torch.frombuffer(
+                self._area, dtype=torch.uint8, count=length, offset=at
+            )
+        else:
+            flat = torch.empty(length, dtype=torch.uint8)
+            memory.write(flat, self._body[at : at + length])
+        return flat.untyped_storage()
+
+    def _tensor(
+        self,
+        entry: tuple[int, torch.dtype, int, tuple[int, ...], Any, int],
+        places: list[tuple[bool, int, int]],
+        shared: dict[int, torch.UntypedStorage],
+    ) -> torch.Tensor:
+        block, dtype, flags, shape, strides, offset = entry
+        in_area, at, length = places[block]
+        if offset + _needed(shape, strides, dtype.itemsize) > length:
+            raise ProtocolError(f"tensor of shape {shape} reaches out of its block")
+        if block in shared or strides is not None:
+            storage = shared.get(block) or self._storage(in_area, at, length)
+            tensor = torch.empty(0, dtype=dtype)
+            tensor.set_(
+                storage, offset // dtype.itemsize, shape, strides or _steps(shape)
+            )
+        elif in_area:
+            count = length // dtype.itemsize
+            flat = torch.frombuffer(self._area, dtype=dtype, count=count, offset=at)
+            tensor = flat.view(shape)
+        else:
+            tensor = torch.empty(shape, dtype=dtype)
+            memory.write(tensor, self._body[at : at + length])
+        return tensor.requires_grad_() if flags & _GRAD else tensor
+
+
+def _needed(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> int:
+    if 0 in shape:
+        return 0
+    steps = zip(shape, strides or _steps(shape), strict=True)
+    return (1 + sum((size - 1) * step for size, step in steps)) * itemsize
+
+
+def _steps(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor of this shape."""
+    steps = []
+    step = 1
+    for size in reversed(shape):
+        steps.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(steps))
