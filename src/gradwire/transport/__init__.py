@@ -1,0 +1,1 @@
+"""Moves frames between workers: loopback, sockets, shared memory, faults, rendezvous."""

@@ -1,0 +1,363 @@
+"""The shared connection of a link: posted requests one way, their answers the other.
+
+Sending: bursts are coalesced. A small frame may be held back if more are about to follow; it goes
+out with them, when someone begins to wait, or after `_HOLD` seconds.
+
+Receiving, where requests arrive (`Channel`): the poller's thread takes frames in and makes each a
+task.
+
+Receiving, where answers arrive (`CallerChannel`): who waits, reads. At most one thread reads at a
+time (it has the *role*); other waiters sleep until their answer was delivered or the role is
+free. While nobody waits, the poller reads. An answer is at every moment in one of four places,
+and a waiter looks for its own in this order before it sleeps in the socket: delivered; in
+`frames`; being delivered by another thread (`_in_delivery`); not yet read. Delivery runs user
+callbacks, so the role is never held during it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import ProtocolError
+from ..threads import Bell, Executor
+from ..wire.frames import Frame, Limits, Parcel
+from ..wire.messages import GOODBYE, PING, PONG
+from .base import Receiver
+from .poller import Poller
+from .segments import Recycler, SegmentMap, SegmentPool
+from .streams import Spin, Stream
+
+_HOLD = 0.002
+_MOST_HELD = 16
+BROKEN = (EOFError, OSError, ProtocolError)
+"""What reading or writing raises when a connection is over."""
+
+
+@dataclass(slots=True)
+class Station:
+    """What all connections of a worker use."""
+
+    me: int
+    key: bytes
+    executor: Executor
+    poller: Poller
+    receiver: Receiver
+    limits: Limits
+    spin: Spin
+    recycler: Recycler
+
+
+class Channel:
+    """The acceptor's end: requests arrive, answers leave."""
+
+    def __init__(
+        self,
+        station: Station,
+        stream: Stream,
+        peer: int,
+        ended: Callable[[str | None], None],
+    ) -> None:
+        self._station = station
+        self._stream = stream
+        self._frames = stream.reader.frames
+        self._peer = peer
+        self._ended = ended
+        self._write_lock = threading.Lock()
+        self._held: list[bytes] = []
+        self._flush_due = False
+        self._state_lock = threading.Lock()
+        self._closed = False
+        self._said_goodbye = False
+        self.heard_at = time.monotonic()
+
+    def fileno(self) -> int:
+        return self._stream.sock.fileno()
+
+    def start(self) -> None:
+        self._station.poller.watch(self)
+
+    def share_memory(self, pool: SegmentPool, segments: SegmentMap) -> None:
+        self._stream.share_memory(pool, segments)
+
+    def send(self, call: int, parcel: Parcel, *, more: bool = False) -> None:
+        """Send a parcel; `more` follow soon.
+
+        Raises:
+            OSError: the connection is over.
+        """
+        with self._write_lock:
+            if more and not parcel.bulk_length and len(self._held) < _MOST_HELD:
+                self._held.append(parcel.header(call) + parcel.body)
+                if not self._flush_due:
+                    self._flush_due = True
+                    due = time.monotonic() + _HOLD
+                    self._station.executor.call_at(due, self._flush_late)
+                return
+            self._write_held()
+            self._stream.writer.write(call, parcel)
+
+    def flush(self) -> None:
+        """Send what was held back."""
+        if self._held:
+            with self._write_lock:
+                self._write_held()
+
+    def note(self, kind: int) -> None:
+        """Say something without a body, unless the connection is busy or over."""
+        if not self._write_lock.acquire(blocking=False):
+            return
+        try:
+            self._write_held()
+            self._stream.writer.write(0, Parcel(kind, 0, b""))
+        except OSError:
+            pass  # whoever reads will notice
+        finally:
+            self._write_lock.release()
+
+    def ready(self) -> None:
+        """The poller says that something came."""
+        try:
+            self._stream.reader.pull()
+        except BlockingIOError:
+            pass
+        except BROKEN as error:
+            self.end(error)
+            return
+        self._take_in()
+        if not self._closed:
+            self._station.poller.watch(self)
+
+    def end(self, why: BaseException | None) -> None:
+        """It is over: tell the link, unless told before."""
+        with self._state_lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._station.poller.drop(self)
+        self._stream.hang_up()
+        self._deliver_rest()
+        self._ended(None if self._said_goodbye or why is None else describe_end(why))
+        self._wake_all()
+        self._free()
+
+    def _free(self) -> None:
+        with self._write_lock:  # a writer would notice the hang-up and leave
+            self._stream.close()
+
+    def _deliver_rest(self) -> None:
+        """For the other kind of channel, where answers may have come before the end."""
+
+    def _wake_all(self) -> None:
+        """For the other kind of channel, where someone may wait."""
+
+    def _take_in(self) -> None:
+        """Make tasks of the frames that came."""
+        self._take_notes()
+        while self._frames:
+            frame = self._frames.popleft()
+            self._station.executor.submit(_Delivery(self._station, self._peer, frame))
+
+    def _take_notes(self) -> None:
+        self.heard_at = time.monotonic()
+        notes = self._stream.reader.notes
+        while notes:
+            kind = notes.popleft()
+            if kind == PING:
+                self.note(PONG)
+            elif kind == GOODBYE:
+                self._said_goodbye = True
+
+    def _write_held(self) -> None:
+        if self._held:
+            held, self._held = self._held, []
+            self._stream.writer.write_bytes(b"".join(held))
+
+    def _flush_late(self) -> None:
+        self._flush_due = False
+        try:
+            self.flush()
+        except OSError:
+            pass  # the loss of the connection fails what was in it
+
+
+class _Delivery:
+    """A task: hand a frame to the layer above."""
+
+    __slots__ = ("_frame", "_peer", "_station")
+
+    def __init__(self, station: Station, peer: int, frame: Frame) -> None:
+        self._station = station
+        self._peer = peer
+        self._frame = frame
+
+    def __call__(self) -> None:
+        self._station.receiver.arrived(self._peer, self._frame)
+
+
+class CallerChannel(Channel):
+    """The connector's end: requests leave, answers arrive."""
+
+    def __init__(
+        self,
+        station: Station,
+        stream: Stream,
+        peer: int,
+        ended: Callable[[str | None], None],
+    ) -> None:
+        super().__init__(station, stream, peer, ended)
+        self._role = threading.Lock()
+        self._inbox_lock = threading.Lock()
+        self._in_delivery: set[int] = set()
+        self._waiters: dict[int, Bell] = {}
+        self._attending = 0
+        self._posted = 0
+        self._answered = 0
+
+    def post(self, call: int, parcel: Parcel) -> None:
+        """Send a request; held back a moment if many are under way."""
+        self._posted += 1
+        self.send(call, parcel, more=self._posted - self._answered > _MOST_HELD)
+
+    def attend(
+        self, call: int, done: Callable[[], bool], deadline: float | None
+    ) -> None:
+        """Wait for an answer, reading if nobody else does."""
+        self._enter()
+        bell: Bell | None = None
+        try:
+            while not done():
+                if self._frames:
+                    self._deliver_next()
+                elif call in self._in_delivery:
+                    self._wait_for_delivery(call, deadline)
+                elif not self._closed and self._role.acquire(blocking=False):
+                    self._read(call, done, deadline)
+                elif bell is None:
+                    bell = self._waiters[call] = Bell()  # look once more, then sleep
+                else:
+                    with self._station.executor.waiting():
+                        bell.wait_until(deadline)
+                if deadline is not None and time.monotonic() >= deadline:
+                    return
+        finally:
+            self._waiters.pop(call, None)
+            self._leave()
+
+    def ready(self) -> None:
+        if not self._role.acquire(blocking=False):
+            return  # a waiter reads; it will have us watched again
+        try:
+            self._stream.reader.pull()
+        except BlockingIOError:
+            pass
+        except BROKEN as error:
+            self._role.release()
+            self.end(error)
+            return
+        self._role.release()
+        self._take_in()
+        self._hand_over()
+
+    def _take_in(self) -> None:
+        self._take_notes()
+        for _ in range(len(self._frames)):
+            self._station.executor.submit(self._deliver_next)
+
+    def _read(
+        self, call: int, done: Callable[[], bool], deadline: float | None
+    ) -> None:
+        """With the role: take in what comes, unless the answer is already on its way."""
+        broken = None
+        try:
+            with self._inbox_lock:
+                if self._frames or call in self._in_delivery or done():
+                    return
+            with self._station.executor.waiting():
+                self._stream.read(deadline, self._station.spin)
+            self._take_notes()
+        except TimeoutError:
+            pass
+        except BROKEN as error:
+            broken = error
+        finally:
+            self._role.release()
+        if broken is not None:
+            self.end(broken)
+
+    def _wait_for_delivery(self, call: int, deadline: float | None) -> None:
+        """Another thread is handing our answer over: it rings when it has."""
+        bell = self._waiters.setdefault(call, Bell())
+        if call in self._in_delivery:
+            with self._station.executor.waiting():
+                bell.wait_until(deadline)
+
+    def _deliver_next(self) -> None:
+        with self._inbox_lock:
+            if not self._frames:
+                return
+            frame = self._frames.popleft()
+            self._in_delivery.add(frame.call)
+            self._answered += 1
+        try:
+            self._station.receiver.arrived(self._peer, frame)
+        finally:
+            self._in_delivery.discard(frame.call)
+            bell = self._waiters.get(frame.call)
+            if bell is not None:
+                bell.ring()
+
+    def _enter(self) -> None:
+        try:
+            self.flush()
+        except OSError:
+            pass  # reading will find out
+        with self._state_lock:
+            self._attending += 1
+            if self._attending == 1 and not self._closed:
+                self._station.poller.pause(self)
+
+    def _leave(self) -> None:
+        with self._state_lock:
+            self._attending -= 1
+            last = not self._attending
+            if last and not self._closed:
+                self._station.poller.watch(self)
+        if last and self._closed:
+            self._free()
+        elif last and self._frames:
+            self._take_in()
+        else:
+            self._hand_over()
+
+    def _hand_over(self) -> None:
+        """The role is free: let a sleeping waiter take it, or else the poller."""
+        for bell in list(self._waiters.values()):
+            bell.ring()
+            return
+        with self._state_lock:
+            if not self._attending and not self._closed:
+                self._station.poller.watch(self)
+
+    def _deliver_rest(self) -> None:
+        while self._frames:
+            self._deliver_next()
+
+    def _wake_all(self) -> None:
+        for bell in list(self._waiters.values()):
+            bell.ring()
+
+    def _free(self) -> None:
+        with self._state_lock:
+            if self._attending:
+                return  # the last one to leave does it
+        super()._free()
+
+
+def describe_end(error: BaseException) -> str:
+    """Why a connection ended, for people."""
+    if isinstance(error, ProtocolError):
+        return f"connection closed, {error}"
+    return f"connection closed ({str(error) or type(error).__name__})"

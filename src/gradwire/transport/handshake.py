@@ -1,0 +1,128 @@
+"""How two ends of a new connection prove that they know the world's key, before anything else.
+
+    connector → acceptor   hello      magic, version, purpose, who I am, whom I want, link, nonce
+    acceptor → connector   challenge  magic, verdict, nonce, HMAC(key, "acceptor", hello, nonce)
+    connector → acceptor   proof      HMAC(key, "connector", hello, challenge)
+
+All three have a fixed size, and nothing else is read before the proof holds. The nonces are fresh
+and both MACs cover them, so an old handshake cannot be played again; the two MACs differ by their
+label, so neither end's can be reflected back to it.
+
+Pure: bytes in, bytes out. `sockets.py` moves them.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import struct
+from dataclasses import dataclass
+from enum import IntEnum
+
+from ..errors import AuthenticationError, ProtocolError
+
+VERSION = 1
+_MAGIC = b"GRADWIRE"
+_HELLO = struct.Struct("<8sHHIqqQ32s")
+_CHALLENGE = struct.Struct("<8sHHI32s32s")
+HELLO_SIZE = _HELLO.size
+CHALLENGE_SIZE = _CHALLENGE.size
+PROOF_SIZE = 32
+
+
+class Purpose(IntEnum):
+    """What a connection is for."""
+
+    SHARED = 1
+    """Posted requests and their answers; one a link."""
+    LANE = 2
+    """One exchange at a time."""
+    SEGMENTS = 3
+    """Descriptors of shared memory; Unix sockets only."""
+
+
+class Verdict(IntEnum):
+    """What the acceptor thinks of a hello."""
+
+    WELCOME = 0
+    WRONG_VERSION = 1
+    WRONG_WORKER = 2
+    CLOSING = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who connects, to whom, and why."""
+
+    purpose: Purpose
+    sender: int
+    target: int
+    link: int
+    """Random; the same for all connections of one link."""
+    nonce: bytes
+    version: int = VERSION
+
+    def to_bytes(self) -> bytes:
+        fields = (self.version, self.purpose, 0, self.sender, self.target, self.link)
+        return _HELLO.pack(_MAGIC, *fields, self.nonce)
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Hello:
+        """The hello in these bytes.
+
+        Raises:
+            ProtocolError: it is not one.
+        """
+        magic, version, purpose, _, sender, target, link, nonce = _HELLO.unpack(data)
+        if magic != _MAGIC:
+            raise ProtocolError(f"not a gradwire connection: it begins {data[:16]!r}")
+        try:
+            kind = Purpose(purpose)
+        except ValueError:
+            raise ProtocolError(f"connection for unknown purpose {purpose}") from None
+        return cls(kind, sender, target, link, nonce, version)
+
+
+def new_hello(purpose: Purpose, sender: int, target: int, link: int) -> Hello:
+    return Hello(purpose, sender, target, link, os.urandom(32))
+
+
+def challenge(key: bytes, hello: bytes, verdict: Verdict) -> bytes:
+    """The acceptor's answer to a hello."""
+    nonce = os.urandom(32)
+    mac = _mac(key, b"acceptor", hello, bytes([verdict]), nonce)
+    return _CHALLENGE.pack(_MAGIC, VERSION, verdict, 0, nonce, mac)
+
+
+def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
+    """The connector's proof, once the acceptor's own holds.
+
+    Raises:
+        AuthenticationError: the acceptor does not know the key.
+        ProtocolError: the acceptor is something else, or refuses; says why.
+    """
+    magic, version, verdict, _, nonce, mac = _CHALLENGE.unpack(answer)
+    if magic != _MAGIC:
+        raise ProtocolError("what answers there is not a gradwire worker")
+    if verdict == Verdict.WRONG_VERSION:
+        raise ProtocolError(f"it speaks version {version}, this worker {VERSION}")
+    expected = _mac(key, b"acceptor", hello, bytes([verdict & 255]), nonce)
+    if not hmac.compare_digest(mac, expected):
+        raise AuthenticationError("it does not know this world's key")
+    if verdict != Verdict.WELCOME:
+        raise ProtocolError(f"it refuses: {Verdict(verdict).name.lower()}")
+    return _mac(key, b"connector", hello, answer)
+
+
+def check_proof(key: bytes, hello: bytes, answer: bytes, proof: bytes) -> None:
+    """Let the connector in.
+
+    Raises:
+        AuthenticationError: it does not know the key.
+    """
+    if not hmac.compare_digest(proof, _mac(key, b"connector", hello, answer)):
+        raise AuthenticationError("it does not know this world's key")
+
+
+def _mac(key: bytes, label: bytes, *parts: bytes) -> bytes:
+    return hmac.digest(key, label + b"\0" + b"".join(parts), "sha256")

@@ -1,0 +1,142 @@
+"""Lanes: connections that carry one exchange at a time, so that nothing has to be sorted out.
+
+The connector's end belongs to one calling thread for the length of a call. At the acceptor's end
+a thread reads a request, runs it and writes the answer: two wake-ups a call, and no pool that
+nested calls could run dry. A lane that has been quiet for a while gives its thread back and is
+watched by the poller.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import ProtocolError
+from ..wire.frames import Frame, Parcel
+from .channels import BROKEN, Station
+from .streams import Stream
+
+log = logging.getLogger("gradwire")
+
+_QUIET = 0.5  # seconds after which a lane gives its thread back
+
+
+class CallerLane:
+    """The connector's end."""
+
+    __slots__ = ("_station", "idle_since", "stream")
+
+    def __init__(self, station: Station, stream: Stream) -> None:
+        self._station = station
+        self.stream = stream
+        self.idle_since = 0.0
+
+    def exchange(self, parcel: Parcel, deadline: float | None, spin: bool) -> Frame:
+        """Send a request and wait for its answer.
+
+        Raises:
+            TimeoutError: not in time; the lane owes an answer then.
+            EOFError, OSError, ProtocolError: the lane is of no more use.
+        """
+        station, stream = self._station, self.stream
+        stream.writer.write(0, parcel, deadline)
+        with station.executor.waiting():
+            return stream.next_frame(deadline, station.spin if spin else None)
+
+    def close(self) -> None:
+        self.stream.close()
+
+
+class OwedLane:
+    """A lane whose caller went away: the answer is read and dropped, which frees its memory."""
+
+    def __init__(self, station: Station, lane: CallerLane) -> None:
+        self._station = station
+        self._stream = lane.stream
+
+    def fileno(self) -> int:
+        return self._stream.sock.fileno()
+
+    def ready(self) -> None:
+        try:
+            self._stream.reader.pull()
+        except BlockingIOError:
+            pass
+        except BROKEN:
+            self.close()
+            return
+        if self._stream.reader.frames:
+            self.close()
+        else:
+            self._station.poller.watch(self)
+
+    def close(self) -> None:
+        self._station.poller.drop(self)
+        self._stream.reader.frames.clear()
+        self._stream.close()
+
+
+class ServerLane:
+    """The acceptor's end."""
+
+    def __init__(
+        self,
+        station: Station,
+        stream: Stream,
+        peer: int,
+        ended: Callable[[ServerLane], None],
+    ) -> None:
+        self._station = station
+        self._stream = stream
+        self._peer = peer
+        self._ended = ended
+        self._lock = threading.Lock()
+        self._parked = False  # in the poller's care, without a thread
+
+    def fileno(self) -> int:
+        return self._stream.sock.fileno()
+
+    def start(self) -> None:
+        self._station.executor.host(self.serve)
+
+    def ready(self) -> None:
+        if self._unpark():
+            self._station.executor.host(self.serve)
+
+    def serve(self) -> None:
+        """Answer requests until it is quiet or over."""
+        station, stream = self._station, self._stream
+        answer, peer, spin = station.receiver.answer, self._peer, station.spin
+        try:
+            while True:
+                frame = stream.next_frame(time.monotonic() + _QUIET, spin)
+                parcel = answer(peer, frame)
+                del frame  # its memory goes back before the caller goes on
+                stream.writer.write(0, parcel)
+                del parcel
+        except TimeoutError:
+            with self._lock:
+                self._parked = True
+                station.poller.watch(self)
+        except BROKEN as error:
+            if isinstance(error, ProtocolError):
+                log.warning("closed a lane from worker %d: %s", self._peer, error)
+            self._close()
+
+    def hang_up(self) -> None:
+        """End it; the thread in it, if there is one, does the rest."""
+        self._stream.hang_up()
+        if self._unpark():
+            self._close()
+
+    def _unpark(self) -> bool:
+        with self._lock:
+            parked, self._parked = self._parked, False
+        return parked
+
+    def _close(self) -> None:
+        self._station.poller.drop(self)
+        self._ended(self)
+        self._stream.close()

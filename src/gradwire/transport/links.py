@@ -1,0 +1,364 @@
+"""A link: all connections that one worker made to another.
+
+One shared channel, lanes as needed, and between processes of one host a Unix socket for the
+descriptors of shared memory. A link has a direction: the worker that wants to call makes it. Its
+end is the end of the channel; a goodbye before it makes the difference between a worker that left
+and one that was lost.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import AuthenticationError, ProtocolError, WorkerLostError
+from ..wire.frames import Frame, Parcel
+from ..wire.messages import GOODBYE, PING
+from . import segments
+from .addresses import unix_address
+from .base import Card
+from .channels import BROKEN, CallerChannel, Channel, Station, describe_end
+from .handshake import CHALLENGE_SIZE, Purpose, new_hello, prove
+from .lanes import CallerLane, OwedLane, ServerLane
+from .segments import SegmentMap, SegmentPool
+from .streams import Stream
+
+log = logging.getLogger("gradwire")
+
+_CONNECT = 10.0  # seconds for one connection, handshake included
+_LANE_IDLE = 5.0  # a lane unused for so long is closed, unless it is the last
+_MEMORY_IDLE = 30.0
+
+Ended = Callable[["OutgoingLink | IncomingLink", "str | None"], None]
+
+
+class OutgoingLink:
+    """The connector's end of a link."""
+
+    def __init__(
+        self, station: Station, to: Card, *, unix: bool, memory: bool, ended: Ended
+    ) -> None:
+        self.peer = to.id
+        self._station = station
+        self._to = to
+        self._number = int.from_bytes(os.urandom(8), "little")
+        self._on_ended = ended
+        self._free: list[CallerLane] = []
+        self._lanes: set[CallerLane] = set()
+        self._owed: set[OwedLane] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._side: socket.socket | None = None
+        self._pool: SegmentPool | None = None
+        self._map: SegmentMap | None = None
+        first, self._by_unix = self._first_connection(unix)
+        try:
+            if memory and self._by_unix:
+                self._share_memory()
+        except BaseException:
+            first.close()
+            raise
+        self.channel = CallerChannel(
+            station, self._stream(first), self.peer, self._channel_ended
+        )
+        self.channel.start()
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it could break without either kernel noticing."""
+        return not self._by_unix
+
+    def __repr__(self) -> str:
+        how = "unix" if self._by_unix else "tcp"
+        memory = ", shared memory" if self._pool is not None else ""
+        return f"<link to {self._to.name}: {how}{memory}, {len(self._lanes)} lanes>"
+
+    def post(self, call: int, parcel: Parcel) -> None:
+        self.channel.post(call, parcel)
+
+    def exchange(self, parcel: Parcel, deadline: float | None) -> Frame:
+        """A call by a lane.
+
+        Raises:
+            WorkerLostError, TimeoutError
+        """
+        lane = self._take_lane()
+        alone = len(self._lanes) - len(self._free) == 1
+        try:
+            frame = lane.exchange(parcel, deadline, alone)
+        except TimeoutError:
+            self._owe(lane)
+            raise
+        except BROKEN as error:
+            self._drop(lane)
+            raise WorkerLostError(self._to.name, describe_end(error)) from error
+        except BaseException:  # Ctrl-C: the answer will still come
+            self._owe(lane)
+            raise
+        lane.idle_since = time.monotonic()
+        self._free.append(lane)
+        if self._closed:
+            self._drop(lane)
+        return frame
+
+    def tick(self) -> None:
+        """Now and then: close what is not used."""
+        limit = time.monotonic() - _LANE_IDLE
+        while len(self._free) > 1:
+            try:
+                lane = self._free.pop(
+                    0
+                )  # the one unused the longest: taken from the end
+            except IndexError:
+                break
+            if lane.idle_since > limit:
+                self._free.insert(0, lane)
+                break
+            self._drop(lane)
+        if self._pool is not None:
+            self._pool.trim(_MEMORY_IDLE)
+
+    def ping(self) -> None:
+        self.channel.note(PING)
+
+    def close(self, *, goodbye: bool) -> None:
+        """End it. Calls in it fail."""
+        if goodbye:
+            self.channel.note(GOODBYE)
+        self.channel.end(None)
+
+    def _channel_ended(self, reason: str | None) -> None:
+        with self._lock:
+            self._closed = True
+            lanes = list(self._lanes)
+            owed = list(self._owed)
+        for lane in lanes:
+            lane.stream.hang_up()
+        while self._free:
+            try:
+                self._drop(self._free.pop())
+            except IndexError:
+                break
+        for debt in owed:
+            debt.close()
+        if self._side is not None:
+            self._side.close()
+        self._on_ended(self, reason)
+
+    def _take_lane(self) -> CallerLane:
+        try:
+            return self._free.pop()
+        except IndexError:
+            pass
+        sock = self._connect(Purpose.LANE)
+        lane = CallerLane(self._station, self._stream(sock))
+        with self._lock:
+            if self._closed:
+                sock.close()
+                raise WorkerLostError(self._to.name, "connection closed")
+            self._lanes.add(lane)
+        return lane
+
+    def _drop(self, lane: CallerLane) -> None:
+        with self._lock:
+            known = lane in self._lanes
+            self._lanes.discard(lane)
+        if known:
+            lane.close()
+
+    def _owe(self, lane: CallerLane) -> None:
+        owed = OwedLane(self._station, lane)
+        with self._lock:
+            self._lanes.discard(lane)
+            self._owed = {o for o in self._owed if o.fileno() >= 0} | {owed}
+            closed = self._closed
+        if closed:
+            owed.close()
+        else:
+            self._station.poller.watch(owed)
+
+    def _stream(self, sock: socket.socket) -> Stream:
+        station = self._station
+        waiting = station.executor.waiting
+        stream = Stream(sock, station.limits, station.recycler, waiting)
+        stream.share_memory(self._pool, self._map)
+        return stream
+
+    def _first_connection(self, unix: bool) -> tuple[socket.socket, bool]:
+        if unix and self._to.unix:
+            try:
+                return self._open(True, Purpose.SHARED), True
+            except AuthenticationError:
+                raise
+            except OSError as error:
+                if self._to.tcp is None:
+                    reason = f"cannot connect ({error})"
+                    raise WorkerLostError(self._to.name, reason) from error
+                log.debug("no unix socket to %s: %s", self._to.name, error)
+        self._by_unix = False
+        return self._connect(Purpose.SHARED, unix=False), False
+
+    def _connect(self, purpose: Purpose, unix: bool | None = None) -> socket.socket:
+        try:
+            return self._open(self._by_unix if unix is None else unix, purpose)
+        except OSError as error:
+            reason = f"cannot connect ({error})"
+            raise WorkerLostError(self._to.name, reason) from error
+
+    def _open(self, unix: bool, purpose: Purpose) -> socket.socket:
+        """A new connection, with both ends authenticated.
+
+        Raises:
+            OSError: it cannot be reached.
+            AuthenticationError, ProtocolError: it is not who it should be.
+        """
+        if unix:
+            sock = _connect_unix(self._to.unix)
+        elif self._to.tcp is None:
+            raise OSError("it has no TCP address")
+        else:
+            sock = socket.create_connection(self._to.tcp, timeout=_CONNECT)
+        try:
+            if not unix:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._shake_hands(sock, purpose)
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _shake_hands(self, sock: socket.socket, purpose: Purpose) -> None:
+        me, key = self._station.me, self._station.key
+        hello = new_hello(purpose, me, self._to.id, self._number).to_bytes()
+        sock.sendall(hello)
+        try:
+            sock.sendall(prove(key, hello, receive_exactly(sock, CHALLENGE_SIZE)))
+            receive_exactly(sock, 1)
+        except ProtocolError as error:
+            raise type(error)(f"worker {self._to.name!r}: {error}") from None
+
+    def _share_memory(self) -> None:
+        if not segments.is_available():
+            return
+        try:
+            self._side = self._open(True, Purpose.SEGMENTS)
+        except OSError as error:
+            log.debug("no shared memory with %s: %s", self._to.name, error)
+            return
+        self._pool, self._map = SegmentPool(self._side), SegmentMap(self._side)
+
+
+class IncomingLink:
+    """The acceptor's end of a link."""
+
+    def __init__(self, station: Station, peer: int, ended: Ended) -> None:
+        self.peer = peer
+        self.channel: Channel | None = None
+        self.is_remote = False
+        self._station = station
+        self._on_ended = ended
+        self._lanes: set[ServerLane] = set()
+        self._side: socket.socket | None = None
+        self._pool: SegmentPool | None = None
+        self._map: SegmentMap | None = None
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<link from worker {self.peer}: {len(self._lanes)} lanes>"
+
+    def accept(self, purpose: Purpose, sock: socket.socket) -> None:
+        """Take in an authenticated connection.
+
+        Raises:
+            ProtocolError: there is one of its kind already, or the link is over.
+        """
+        with self._lock:
+            if self._closed:
+                raise ProtocolError("link is closed")
+            if purpose is Purpose.SEGMENTS:
+                if self._side is not None or not segments.is_available():
+                    raise ProtocolError("unexpected channel for shared memory")
+                self._side = sock
+                self._pool, self._map = SegmentPool(sock), SegmentMap(sock)
+                if self.channel is not None:
+                    self.channel.share_memory(self._pool, self._map)
+                started: Channel | ServerLane | None = None
+            elif purpose is Purpose.LANE:
+                started = ServerLane(
+                    self._station, self._stream(sock), self.peer, self._lane_ended
+                )
+                self._lanes.add(started)
+            else:
+                if self.channel is not None:
+                    raise ProtocolError("second channel for one link")
+                self.is_remote = sock.family != socket.AF_UNIX
+                started = self.channel = Channel(
+                    self._station, self._stream(sock), self.peer, self._channel_ended
+                )
+        if started is not None:
+            started.start()
+
+    def tick(self) -> None:
+        if self._pool is not None:
+            self._pool.trim(_MEMORY_IDLE)
+
+    def close(self, *, goodbye: bool) -> None:
+        if self.channel is None:
+            self._channel_ended(None)
+            return
+        if goodbye:
+            self.channel.note(GOODBYE)
+        self.channel.end(None)
+
+    def _channel_ended(self, reason: str | None) -> None:
+        with self._lock:
+            self._closed = True
+            lanes = list(self._lanes)
+            side, self._side = self._side, None
+        for lane in lanes:
+            lane.hang_up()
+        if side is not None:
+            side.close()
+        self._on_ended(self, reason)
+
+    def _lane_ended(self, lane: ServerLane) -> None:
+        with self._lock:
+            self._lanes.discard(lane)
+
+    def _stream(self, sock: socket.socket) -> Stream:
+        station = self._station
+        waiting = station.executor.waiting
+        stream = Stream(sock, station.limits, station.recycler, waiting)
+        stream.share_memory(self._pool, self._map)
+        return stream
+
+
+def _connect_unix(name: str) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX)
+    try:
+        sock.settimeout(_CONNECT)
+        sock.connect(unix_address(name))
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """That many bytes.
+
+    Raises:
+        OSError: they did not come.
+    """
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("connection closed in the handshake")
+        data += more
+    return data

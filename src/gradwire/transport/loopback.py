@@ -1,0 +1,130 @@
+"""The transport inside one process: a whole world in one test.
+
+Parcels are turned into the frames the other side would get, with their own copy of all bytes, and
+delivered on the receiver's executor: in order, or in an order chosen by a seed.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+
+from ..errors import WorkerLostError
+from ..threads import Bell, Executor
+from ..wire.frames import Frame, Parcel
+from .base import Card, Receiver
+
+
+class LoopbackNetwork:
+    """Connects the workers of one process. With a seed, messages overtake each other."""
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.random = None if seed is None else random.Random(seed)
+        self.lock = threading.Lock()
+        self.workers: dict[int, LoopbackTransport] = {}
+
+    def __repr__(self) -> str:
+        return f"<LoopbackNetwork of workers {sorted(self.workers)}>"
+
+    def others(self, than: LoopbackTransport) -> list[LoopbackTransport]:
+        with self.lock:
+            return [t for t in self.workers.values() if t is not than]
+
+
+class LoopbackTransport:
+    """One worker's place in the network."""
+
+    has_lanes = False
+
+    def __init__(self, network: LoopbackNetwork, executor: Executor) -> None:
+        self._network = network
+        self._executor = executor
+        self._receiver: Receiver | None = None
+        self._me = -1
+        self._pending: list[tuple[int, Frame]] = []
+        self._waiters: dict[int, Bell] = {}
+
+    def __repr__(self) -> str:
+        return f"<LoopbackTransport of worker {self._me}>"
+
+    def card(self, name: str, number: int, main: str) -> Card:
+        return Card(name=name, id=number, main=main)
+
+    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
+        self._me = me
+        self._receiver = receiver
+        with self._network.lock:
+            self._network.workers[me] = self
+
+    def post(self, to: Card, call: int, parcel: Parcel) -> None:
+        other = self._network.workers.get(to.id)
+        if other is None:
+            raise WorkerLostError(to.name, "it is not in this process any more")
+        other.put(self._me, parcel.arrive(call))
+
+    def reply(self, to: int, call: int, parcel: Parcel) -> None:
+        other = self._network.workers.get(to)
+        if other is not None:
+            other.put(self._me, parcel.arrive(call))
+
+    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+        raise NotImplementedError("loopback has no lanes")
+
+    def attend(
+        self, to: int, call: int, done: Callable[[], bool], deadline: float | None
+    ) -> None:
+        bell = self._waiters[call] = Bell()
+        try:
+            with self._executor.waiting():
+                while not done() and bell.wait_until(deadline):
+                    pass
+        finally:
+            self._waiters.pop(call, None)
+
+    def forget(self, worker: int) -> None:
+        """Nothing is open."""
+
+    def close(self) -> None:
+        for other in self._leave():
+            other.hear_leaving(self._me)
+
+    def kill(self) -> None:
+        """Vanish without a goodbye, as a killed process would."""
+        for other in self._leave():
+            other.hear_loss(self._me)
+
+    def put(self, sender: int, frame: Frame) -> None:
+        with self._network.lock:
+            self._pending.append((sender, frame))
+        self._executor.submit(self._deliver)
+
+    def hear_leaving(self, worker: int) -> None:
+        if self._receiver is not None:
+            self._receiver.left(worker)
+        self._wake_all()
+
+    def hear_loss(self, worker: int) -> None:
+        if self._receiver is not None:
+            self._receiver.lost(worker, "it was killed")
+        self._wake_all()
+
+    def _leave(self) -> list[LoopbackTransport]:
+        with self._network.lock:
+            known = self._network.workers.pop(self._me, None) is not None
+        return self._network.others(self) if known else []
+
+    def _deliver(self) -> None:
+        with self._network.lock:
+            chance = self._network.random
+            index = chance.randrange(len(self._pending)) if chance else 0
+            sender, frame = self._pending.pop(index)
+        if self._receiver is not None:
+            self._receiver.arrived(sender, frame)
+        bell = self._waiters.get(frame.call)
+        if bell is not None:
+            bell.ring()
+
+    def _wake_all(self) -> None:
+        for bell in list(self._waiters.values()):
+            bell.ring()

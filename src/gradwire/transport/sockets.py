@@ -1,0 +1,325 @@
+"""The transport between processes: Unix sockets and shared memory on one host, TCP between hosts.
+
+Listens, lets in who knows the key, makes links on first use, and watches over them. Nothing from an
+unauthenticated connection is looked at beyond the fixed-size hello and proof.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import ClosedError, ProtocolError, WorkerLostError
+from ..options import Options
+from ..threads import Executor
+from ..wire.frames import Frame, Limits, Parcel
+from . import addresses
+from .base import Card, Receiver
+from .channels import Station
+from .handshake import (
+    HELLO_SIZE,
+    PROOF_SIZE,
+    VERSION,
+    Hello,
+    Verdict,
+    challenge,
+    check_proof,
+)
+from .links import IncomingLink, OutgoingLink, receive_exactly
+from .poller import Poller
+from .segments import Recycler
+from .streams import Spin
+
+log = logging.getLogger("gradwire")
+
+_HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
+_MOST_STRANGERS = 64
+_TICK = 5.0
+
+
+class SocketTransport:
+    """Moves parcels between processes."""
+
+    has_lanes = True
+
+    def __init__(
+        self, options: Options, executor: Executor, rendezvous: str | None = None
+    ) -> None:
+        self._options = options
+        self._executor = executor
+        self._host = addresses.host_identity()
+        self._poller = Poller(executor)
+        self._listeners: list[_Listener] = []
+        self._unix = ""
+        self._tcp: tuple[str, int] | None = None
+        self._out: dict[int, OutgoingLink] = {}
+        self._in: dict[tuple[int, int], IncomingLink] = {}
+        self._replies: dict[int, IncomingLink] = {}
+        self._lock = threading.Lock()
+        self._making: dict[int, threading.Lock] = {}
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._closed = False
+        self._listen(rendezvous)
+
+    def __repr__(self) -> str:
+        return f"<SocketTransport {self._tcp}: {[*self._out.values()]}>"
+
+    def card(self, name: str, number: int, main: str) -> Card:
+        """This worker's card."""
+        return Card(
+            name=name,
+            id=number,
+            host=self._host,
+            unix=self._unix,
+            tcp=self._tcp,
+            plain=self._options.allow is not None,
+            main=main,
+        )
+
+    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
+        """Begin to receive."""
+        options = self._options
+        self._station = Station(
+            me=me,
+            key=key,
+            executor=self._executor,
+            poller=self._poller,
+            receiver=receiver,
+            limits=Limits(options.max_body, options.max_bulk),
+            spin=Spin(options.spin),
+            recycler=Recycler(),
+        )
+        self._poller.start()
+        for listener in self._listeners:
+            self._poller.watch(listener)
+        self._executor.call_at(time.monotonic() + self._pace(), self._tick)
+
+    def post(self, to: Card, call: int, parcel: Parcel) -> None:
+        link = self._out.get(to.id) or self._connect(to)
+        try:
+            link.post(call, parcel)
+        except OSError as error:
+            reason = f"connection closed ({error})"
+            raise WorkerLostError(to.name, reason) from error
+
+    def reply(self, to: int, call: int, parcel: Parcel) -> None:
+        link = self._replies.get(to)
+        if link is None or link.channel is None:
+            return
+        try:
+            link.channel.send(call, parcel, more=self._executor.backlog > 1)
+        except OSError as error:
+            log.debug("answer to worker %d could not be sent: %s", to, error)
+
+    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        link = self._out.get(to.id) or self._connect(to)
+        return link.exchange(parcel, deadline)
+
+    def attend(
+        self, to: int, call: int, done: Callable[[], bool], deadline: float | None
+    ) -> None:
+        link = self._out.get(to)
+        if link is not None:
+            link.channel.attend(call, done, deadline)
+
+    def forget(self, worker: int) -> None:
+        with self._lock:
+            links = self._links()
+        for link in links:
+            if link.peer == worker:
+                link.close(goodbye=False)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = self._links()
+        for listener in self._listeners:
+            self._poller.drop(listener)
+            listener.close()
+        for link in links:
+            link.close(goodbye=True)
+        self._poller.close()
+        if self._unix:
+            addresses.forget_unix(self._unix)
+
+    def _links(self) -> list[OutgoingLink | IncomingLink]:
+        return [*self._out.values(), *self._in.values()]
+
+    def _listen(self, rendezvous: str | None) -> None:
+        options = self._options
+        if options.unix_sockets:
+            try:
+                listener, self._unix = addresses.listen_unix()
+                self._listeners.append(
+                    _Listener(listener, self._poller, self._stranger)
+                )
+            except OSError as error:
+                log.debug("no unix sockets here: %s", error)
+        where = addresses.bind_address(options, rendezvous)
+        try:
+            tcp = addresses.listen_tcp(where, options.ports)
+        except OSError:
+            for one in self._listeners:
+                one.close()
+            raise
+        self._tcp = addresses.advertised(tcp, options)
+        self._listeners.append(_Listener(tcp, self._poller, self._stranger))
+
+    def _connect(self, to: Card) -> OutgoingLink:
+        with self._lock:
+            making = self._making.setdefault(to.id, threading.Lock())
+        with self._executor.waiting(), making:
+            link = self._out.get(to.id)
+            if link is not None:
+                return link
+            if self._closed:
+                raise ClosedError("this worker is shut down")
+            same_host = to.host == self._host
+            link = OutgoingLink(
+                self._station,
+                to,
+                unix=same_host and self._options.unix_sockets,
+                memory=self._options.shared_memory,
+                ended=self._ended,
+            )
+            with self._lock:
+                if not self._closed:
+                    self._out[to.id] = link
+                    return link
+        link.close(goodbye=True)
+        raise ClosedError("this worker is shut down")
+
+    def _ended(self, link: OutgoingLink | IncomingLink, reason: str | None) -> None:
+        with self._lock:
+            self._out = {k: v for k, v in self._out.items() if v is not link}
+            self._in = {k: v for k, v in self._in.items() if v is not link}
+            self._replies = {k: v for k, v in self._replies.items() if v is not link}
+        if self._closed:
+            return
+        if reason is None:
+            self._station.receiver.left(link.peer)
+        else:
+            self._station.receiver.lost(link.peer, reason)
+
+    def _stranger(self, sock: socket.socket) -> None:
+        """Someone connects."""
+        if self._closed or not self._strangers.acquire(blocking=False):
+            log.warning("too many connections wait to be authenticated: closed one")
+            sock.close()
+            return
+
+        def greet() -> None:
+            try:
+                self._greet(sock)
+            except (OSError, ProtocolError) as error:
+                log.warning("refused a connection: %s", error)
+                sock.close()
+            finally:
+                self._strangers.release()
+
+        self._executor.host(greet)
+
+    def _greet(self, sock: socket.socket) -> None:
+        sock.settimeout(_HANDSHAKE)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        data = receive_exactly(sock, HELLO_SIZE)
+        hello = Hello.from_bytes(data)
+        verdict = self._judge(hello)
+        answer = challenge(self._station.key, data, verdict)
+        sock.sendall(answer)
+        if verdict is not Verdict.WELCOME:
+            raise ProtocolError(f"worker {hello.sender}: {verdict.name.lower()}")
+        proof = receive_exactly(sock, PROOF_SIZE)
+        check_proof(self._station.key, data, answer, proof)
+        self._incoming(hello).accept(hello.purpose, sock)
+        sock.send(b".")
+
+    def _judge(self, hello: Hello) -> Verdict:
+        if hello.version != VERSION:
+            return Verdict.WRONG_VERSION
+        if hello.target != self._station.me:
+            return Verdict.WRONG_WORKER
+        return Verdict.CLOSING if self._closed else Verdict.WELCOME
+
+    def _incoming(self, hello: Hello) -> IncomingLink:
+        key = (hello.sender, hello.link)
+        with self._lock:
+            if self._closed:
+                raise ProtocolError("this worker is shut down")
+            link = self._in.get(key)
+            if link is None:
+                link = self._in[key] = IncomingLink(
+                    self._station, hello.sender, self._ended
+                )
+                self._replies[hello.sender] = link
+            return link
+
+    def _pace(self) -> float:
+        beat = self._options.heartbeat
+        return min(_TICK, beat / 3) if beat else _TICK
+
+    def _tick(self) -> None:
+        """Now and then: pings, silent links, unused lanes and memory."""
+        if self._closed:
+            return
+        with self._lock:
+            outgoing, incoming = list(self._out.values()), list(self._in.values())
+        for link in outgoing:
+            link.tick()
+            if link.is_remote:
+                link.ping()
+        for guest in incoming:
+            guest.tick()
+        self._check_silence()
+        self._station.recycler.trim()
+        self._executor.call_at(time.monotonic() + self._pace(), self._tick)
+
+    def _check_silence(self) -> None:
+        beat = self._options.heartbeat
+        with self._lock:
+            links = self._links()
+        for link in links:
+            channel = link.channel
+            if not beat or not link.is_remote or channel is None:
+                continue
+            silence = time.monotonic() - channel.heard_at
+            if silence > beat:
+                channel.end(TimeoutError(f"nothing heard for {silence:.1f} s"))
+
+
+class _Listener:
+    """A listening socket in the poller's care."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        poller: Poller,
+        accepted: Callable[[socket.socket], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._poller = poller
+        self._accepted = accepted
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def ready(self) -> None:
+        while True:
+            try:
+                sock, _ = self._sock.accept()
+            except OSError:
+                break  # no more for now, or closed
+            self._accepted(sock)
+        if self.fileno() >= 0:
+            self._poller.watch(self)
+
+    def close(self) -> None:
+        self._sock.close()

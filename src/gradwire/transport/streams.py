@@ -1,0 +1,318 @@
+"""Frames on a socket: written whole, read piece by piece.
+
+Sockets here never block; who has to wait polls, with a deadline. Bulk areas are received straight
+into the memory their tensors will live in. `Spin` is the one trick: for a short while before
+sleeping, look again and again, because being woken costs more than looking; it backs off where
+that does not pay.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from ..errors import ProtocolError
+from ..wire import memory
+from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
+from ..wire.messages import NOTES
+from .segments import Recycler, Segment, SegmentMap, SegmentPool
+
+Waiting = Callable[[], AbstractContextManager[None]]
+"""What to wrap around a wait (`Executor.waiting`)."""
+
+_CHUNK = 65536
+_MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
+_PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
+
+
+class StreamReader:
+    """Takes frames out of a socket as they come."""
+
+    def __init__(self, sock: socket.socket, limits: Limits, recycler: Recycler) -> None:
+        self.frames: deque[Frame] = deque()
+        self.notes: deque[int] = deque()  # kinds of the transport's own messages
+        self.segments: SegmentMap | None = None
+        self._sock = sock
+        self._recv = sock.recv
+        self._limits = limits
+        self._recycler = recycler
+        self._rest = b""
+        self._long: tuple[Header, bytearray, Any] | None = None
+        self._parts: deque[memoryview] = (
+            deque()
+        )  # of the long frame, still to be filled
+
+    def pull(self) -> None:
+        """Read what is there, once; complete frames are added to `frames`.
+
+        Raises:
+            BlockingIOError: nothing is there.
+            EOFError, OSError: the connection is over.
+            ProtocolError: what came is no frame.
+        """
+        if self._long is not None:
+            count = self._sock.recv_into(self._parts[0][:_PIECE])
+            if not count:
+                raise EOFError("connection closed in the middle of a frame")
+            self._filled(count)
+            return
+        data = self._recv(_CHUNK)
+        if not data:
+            raise EOFError("connection closed")
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        at = 0
+        while len(data) - at >= HEADER.size:
+            used = self._take(data, at)
+            if not used:
+                break
+            at += used
+        if at < len(data):
+            self._rest = data[at:]
+
+    def _take(self, data: bytes, at: int) -> int:
+        """One frame from `data`; the bytes used, or 0 if more have to come first."""
+        header = parse_header(data[at : at + HEADER.size] if at else data, self._limits)
+        start = at + HEADER.size
+        end = start + header.body
+        in_stream = header.bulk and not header.segment
+        if end <= len(data) and not in_stream:
+            self._finish(header, data[start:end], None)
+            return end - at
+        if not in_stream and header.body <= _CHUNK:
+            return 0
+        return HEADER.size + self._begin_long(header, memoryview(data)[start:])
+
+    def _begin_long(self, header: Header, data: memoryview) -> int:
+        """Have the rest of this frame received straight to where it belongs."""
+        body = bytearray(header.body)
+        area = None
+        if header.bulk and not header.segment:
+            area = self._recycler.area(header.bulk)
+        self._long = header, body, area
+        parts = [memoryview(body), memoryview(area or b"").cast("B")]
+        self._parts = deque(p for p in parts if p)
+        used = 0
+        while self._parts and used < len(data):
+            count = min(len(self._parts[0]), len(data) - used)
+            self._parts[0][:count] = data[used : used + count]
+            self._filled(count)
+            used += count
+        return used
+
+    def _filled(self, count: int) -> None:
+        part = self._parts.popleft()[count:]
+        if part:
+            self._parts.appendleft(part)
+        elif not self._parts:
+            assert self._long is not None
+            header, body, area = self._long
+            self._long = None
+            self._finish(header, memoryview(body), area)
+
+    def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
+        if header.kind in NOTES:
+            self.notes.append(header.kind)
+            return
+        if header.segment:
+            if self.segments is None:
+                raise ProtocolError("frame in shared memory, but none is shared")
+            area = self.segments.area(header.segment, header.bulk)
+        kind, encoding, _, call, scope, _, _ = header
+        self.frames.append(Frame(kind, encoding, call, scope, body, area))
+
+
+class StreamWriter:
+    """Puts frames into a socket. One thread at a time."""
+
+    def __init__(self, sock: socket.socket, waiting: Waiting) -> None:
+        self.segments: SegmentPool | None = None
+        self._sock = sock
+        self._waiting = waiting
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
+
+    def write(self, call: int, parcel: Parcel, deadline: float | None = None) -> None:
+        """Send a parcel.
+
+        Raises:
+            TimeoutError: not all of it could be sent in time. The connection is of no more use.
+            OSError: the connection is over.
+        """
+        if not parcel.bulk_length:
+            self.write_bytes(parcel.header(call) + parcel.body, deadline)
+            return
+        segment = None
+        if self.segments is not None:
+            segment = self.segments.place(parcel.bulk, parcel.bulk_length)
+        if segment is None:
+            self._write_buffers(_in_stream(call, parcel), deadline)
+        else:
+            self._write_segment(call, parcel, segment, deadline)
+
+    def write_bytes(self, data: bytes, deadline: float | None = None) -> None:
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        if sent < len(data):
+            self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
+
+    def _write_segment(
+        self, call: int, parcel: Parcel, segment: Segment, deadline: float | None
+    ) -> None:
+        try:
+            self.write_bytes(parcel.header(call, segment.id) + parcel.body, deadline)
+        except BaseException:
+            segment.give_back()
+            raise
+
+    def _write_buffers(
+        self, buffers: deque[memoryview], deadline: float | None
+    ) -> None:
+        while buffers:
+            try:
+                sent = self._sock.sendmsg(
+                    [buffers[i] for i in range(min(len(buffers), _MAX_BUFFERS))]
+                )
+            except BlockingIOError:
+                with self._waiting():
+                    poll_until(self._writable, deadline)
+                continue
+            while buffers and sent >= len(buffers[0]):
+                sent -= len(buffers.popleft())
+            if sent:
+                buffers[0] = buffers[0][sent:]
+
+
+def _in_stream(call: int, parcel: Parcel) -> deque[memoryview]:
+    """Header, body and the bulk area, with the gaps between its pieces."""
+    buffers = deque([memoryview(parcel.header(call) + parcel.body)])
+    at = 0
+    for offset, tensor in parcel.bulk:
+        if offset > at:
+            buffers.append(memoryview(bytes(offset - at)))
+        buffers.append(memory.view(tensor))
+        at = offset + tensor.nbytes
+    if parcel.bulk_length > at:
+        buffers.append(memoryview(bytes(parcel.bulk_length - at)))
+    return buffers
+
+
+def poll_until(poll: select.poll, deadline: float | None) -> None:
+    """Sleep until the poll has something.
+
+    Raises:
+        TimeoutError: the deadline came first.
+    """
+    if deadline is None:
+        poll.poll()
+    else:
+        poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
+        if time.monotonic() >= deadline:
+            raise TimeoutError
+
+
+class Spin:
+    """Looking again and again before going to sleep. At most one thread of a worker does."""
+
+    __slots__ = ("_busy", "_seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._busy = False
+
+    def pull(self, stream: Stream) -> bool:
+        """Try for a little while; whether something came."""
+        if self._busy or not self._seconds:
+            return False
+        self._busy = True
+        pull, now = stream.reader.pull, time.perf_counter
+        end = now() + self._seconds
+        try:
+            while True:
+                try:
+                    pull()
+                except BlockingIOError:
+                    if now() > end:
+                        return False
+                else:
+                    return True
+        finally:
+            self._busy = False
+
+
+class Stream:
+    """A socket with frames in both directions."""
+
+    _MOST_SKIPS = 64
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        limits: Limits,
+        recycler: Recycler,
+        waiting: Waiting = nullcontext,
+    ) -> None:
+        sock.setblocking(False)
+        self.sock = sock
+        self.reader = StreamReader(sock, limits, recycler)
+        self.writer = StreamWriter(sock, waiting)
+        self._readable = select.poll()
+        self._readable.register(sock, select.POLLIN)
+        self._skips = 0  # reads before spinning is tried again
+        self._next_skips = 1
+
+    def share_memory(
+        self, pool: SegmentPool | None, segments: SegmentMap | None
+    ) -> None:
+        self.writer.segments = pool
+        self.reader.segments = segments
+
+    def read(self, deadline: float | None, spin: Spin | None) -> None:
+        """Wait for something to come, and take it in.
+
+        Raises:
+            TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
+        """
+        if spin is not None and self._worth_spinning():
+            if spin.pull(self):
+                self._next_skips = 1
+                return
+            self._skips = self._next_skips
+            self._next_skips = min(2 * self._next_skips, self._MOST_SKIPS)
+        try:
+            self.reader.pull()
+        except BlockingIOError:
+            poll_until(self._readable, deadline)
+
+    def next_frame(self, deadline: float | None, spin: Spin | None = None) -> Frame:
+        """The next frame; waits for it."""
+        frames = self.reader.frames
+        while not frames:
+            self.read(deadline, spin)
+        return frames.popleft()
+
+    def _worth_spinning(self) -> bool:
+        if self._skips:
+            self._skips -= 1
+            return False
+        return True
+
+    def hang_up(self) -> None:
+        """End the connection; whoever waits on it wakes up."""
+        try:
+            self.sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            pass  # it is over already
+
+    def close(self) -> None:
+        """Hang up and free the descriptor. Only when nobody waits on it."""
+        self.hang_up()
+        self.sock.close()
