@@ -1,0 +1,63 @@
+"""Distributed autograd for PyTorch: call functions on other workers, with tensors.
+
+>>> import gradwire as gw
+>>> with gw.init_rpc("worker0", rank=0, world_size=2):        # doctest: +SKIP
+...     gw.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+"""
+
+from . import rpc
+from .api import (
+    all_gather,
+    barrier,
+    get_worker_info,
+    get_worker_infos,
+    init_rpc,
+    on_join,
+    on_leave,
+    register_reducer,
+    rpc_async,
+    rpc_sync,
+    shutdown,
+)
+from .errors import (
+    AuthenticationError,
+    CallTimeout,
+    ClosedError,
+    GradwireError,
+    NotAllowedError,
+    ProtocolError,
+    RemoteError,
+    WorkerLostError,
+)
+from .ids import WorkerInfo
+from .options import Options
+from .worker import Worker
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuthenticationError",
+    "CallTimeout",
+    "ClosedError",
+    "GradwireError",
+    "NotAllowedError",
+    "Options",
+    "ProtocolError",
+    "RemoteError",
+    "Worker",
+    "WorkerInfo",
+    "WorkerLostError",
+    "__version__",
+    "all_gather",
+    "barrier",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "on_join",
+    "on_leave",
+    "register_reducer",
+    "rpc",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]

@@ -1,0 +1,209 @@
+"""The public functions: those of the current worker. The only global of the project lives here.
+
+The current worker is the one whose thread this is (a function that another worker called runs on
+such a thread), else the one that `init_rpc` made in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from .errors import ClosedError
+from .ids import WorkerInfo
+from .options import Options
+from .rpc.futures import CallFuture
+from .transport.rendezvous import find_place
+from .wire.pickling import Reducer
+from .worker import Worker, open_worker
+
+_process: Worker | None = None
+_starting = threading.Lock()
+_thread = threading.local()
+_reducers: dict[type, Reducer] = {}
+
+
+def init_rpc(  # noqa: PLR0913 torch's signature
+    name: str,
+    backend: None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    rpc_backend_options: Options | None = None,
+    *,
+    init_method: str | None = None,
+    store: Store | None = None,
+    **options: Any,
+) -> Worker:
+    """Join a world as worker `name`, and make it this process's current worker.
+
+    Workers meet at `init_method` (`env://` by default, `tcp://host:port`, `file:///path`) or at a
+    `store`. Without `world_size` the world is elastic: workers come and go. Further keywords are
+    fields of `Options`.
+
+    Returns:
+        The worker; use it in a `with` block to have it shut down.
+
+    Raises:
+        ClosedError: this process has a current worker already.
+        ValueError: the name or rank is taken, or an option makes no sense.
+        GradwireError: the others did not come within `join_timeout`.
+    """
+    global _process
+    if backend is not None:
+        raise ValueError(
+            f"backend={backend!r}: there is one backend only, leave it out"
+        )
+    given = rpc_backend_options or Options()
+    settings = replace(given, **options) if options else given
+    with _starting:
+        if _process is not None and not _process.is_closed:
+            raise ClosedError(
+                f"this process is worker {_process.name!r} already: shut it down first"
+            )
+        rank = None if rank is not None and rank < 0 else rank
+        place = find_place(init_method, store, rank, world_size, settings.join_timeout)
+        worker = open_worker(name, place, settings, _enter_thread)
+        for kind, reducer in _reducers.items():
+            worker.register_reducer(kind, reducer)
+        _process = worker
+        return worker
+
+
+def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
+    """Leave the world: together with all others when graceful, else at once.
+
+    Raises:
+        CallTimeout: others did not come to the end in time; the worker is closed all the same.
+    """
+    global _process
+    worker = current_worker()
+    worker.shutdown(graceful, timeout)
+    if worker is _process:
+        _process = None
+
+
+def current_worker() -> Worker:
+    """The worker that this thread speaks for.
+
+    Raises:
+        ClosedError: there is none.
+    """
+    worker: Worker | None = getattr(_thread, "worker", None) or _process
+    if worker is None:
+        raise ClosedError("there is no worker in this process: call init_rpc first")
+    return worker
+
+
+def rpc_sync(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> Any:
+    """Call `func(*args, **kwargs)` on a worker and wait for its result.
+
+    Raises:
+        CallTimeout: no answer within `timeout` seconds (0: no limit; default: `Options.timeout`).
+        WorkerLostError: the worker is gone.
+        Exception: what the function raised there; its cause tells where.
+
+    >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
+    tensor([4., 4.])
+    """
+    return current_worker().rpc_sync(to, func, args, kwargs, timeout)
+
+
+def rpc_async(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> CallFuture:
+    """Call `func(*args, **kwargs)` on a worker; the future of its result, which can be awaited.
+
+    >>> futures = [rpc_async("worker1", max, args=(i, 2)) for i in range(4)]
+    >>> [future.wait() for future in futures]
+    [2, 2, 2, 3]
+    """
+    return current_worker().rpc_async(to, func, args, kwargs, timeout)
+
+
+def barrier(timeout: float | None = None) -> None:
+    """Wait until all workers have called this."""
+    current_worker().barrier(timeout)
+
+
+def all_gather(value: Any, timeout: float | None = None) -> dict[str, Any]:
+    """What every worker gave, by name. All workers call it, in the same order."""
+    return current_worker().all_gather(value, timeout)
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Who a worker is; without a name, who this one is.
+
+    >>> get_worker_info("worker1")
+    WorkerInfo(name='worker1', id=1)
+    """
+    return current_worker().get_worker_info(worker_name)
+
+
+def get_worker_infos() -> list[WorkerInfo]:
+    """Who is in the world, in order of ids."""
+    return current_worker().get_worker_infos()
+
+
+def on_join(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
+    """Be told of every newcomer; returns what ends that."""
+    return current_worker().on_join(callback)
+
+
+def on_leave(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
+    """Be told of every worker that leaves or is lost; returns what ends that."""
+    return current_worker().on_leave(callback)
+
+
+def register_reducer(kind: type, reducer: Reducer) -> None:
+    """Pickle objects of exactly this type with `reducer`, as `copyreg.pickle` would, in all calls.
+
+    The reducer returns a callable and its arguments, which may hold tensors: they travel beside the
+    pickle like all others.
+    """
+    _reducers[kind] = reducer
+    if _process is not None:
+        _process.register_reducer(kind, reducer)
+
+
+def enter(worker: Worker | None) -> Worker | None:
+    """Make a worker current in this thread; returns the one before. For worlds in one process."""
+    before: Worker | None = getattr(_thread, "worker", None)
+    _thread.worker = worker
+    return before
+
+
+def _enter_thread(worker: Worker) -> None:
+    _thread.worker = worker
+
+
+def _at_exit() -> None:
+    """A program that forgot to shut down ends quietly; others see it leave."""
+    if _process is not None:
+        _process.close()
+
+
+def _after_fork() -> None:
+    """The threads and sockets belong to the parent."""
+    global _process, _starting
+    _process = None
+    _starting = threading.Lock()
+
+
+atexit.register(_at_exit)
+os.register_at_fork(after_in_child=_after_fork)

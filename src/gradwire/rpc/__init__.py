@@ -1,0 +1,57 @@
+"""Calls between workers: the names and signatures of `torch.distributed.rpc`.
+
+The layer's own modules are beside this file. What users see comes from `gradwire.api`, looked up
+on first use, because that stands above this layer.
+"""
+
+from __future__ import annotations
+
+import typing
+
+if typing.TYPE_CHECKING:
+    from ..api import (
+        all_gather,
+        barrier,
+        get_worker_info,
+        get_worker_infos,
+        init_rpc,
+        on_join,
+        on_leave,
+        register_reducer,
+        rpc_async,
+        rpc_sync,
+        shutdown,
+    )
+    from ..ids import WorkerInfo
+    from . import functions
+
+__all__ = [
+    "WorkerInfo",
+    "all_gather",
+    "barrier",
+    "functions",
+    "get_worker_info",
+    "get_worker_infos",
+    "init_rpc",
+    "on_join",
+    "on_leave",
+    "register_reducer",
+    "rpc_async",
+    "rpc_sync",
+    "shutdown",
+]
+
+
+def __getattr__(name: str) -> typing.Any:
+    import importlib
+
+    if name == "functions":
+        return importlib.import_module(".functions", __name__)
+    if name in __all__:
+        module = "..ids" if name == "WorkerInfo" else "..api"
+        return getattr(importlib.import_module(module, __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,241 @@
+"""The driver of the calls layer: sends calls, runs those that come, completes futures.
+
+What it knows is in pure tables (`calls.py`, `gatherings.py`, `members.py`); this file moves
+messages between them, the transport and the executor. Its lock guards the table of calls and is
+never held while sending or running user code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from ..errors import ClosedError, ProtocolError
+from ..events import Event
+from ..ids import WorkerInfo
+from ..options import Options
+from ..threads import Executor
+from ..transport.base import Card, Transport
+from ..wire.codec import Codec
+from ..wire.frames import Frame, Parcel
+from ..wire.functions import describe
+from ..wire.messages import FAILURE, RESULT, Call
+from .caller import Caller
+from .futures import CallFuture
+from .members import Members
+from .peers import Peer
+from .runner import Later, Runner
+
+log = logging.getLogger("gradwire")
+
+Handler = Callable[[int, Any], Any]
+
+
+class Directory(Protocol):
+    """Where to look for workers that came later (`transport/rendezvous.py`)."""
+
+    def find(self, name: str) -> Card | None: ...
+
+    def card(self, number: int) -> Card | None: ...
+
+
+class _Nobody:
+    """In a world of fixed size nobody comes later."""
+
+    def find(self, name: str) -> Card | None:
+        return None
+
+    def card(self, number: int) -> Card | None:
+        return None
+
+
+class Agent:
+    """Calls from and to one worker."""
+
+    def __init__(
+        self,
+        card: Card,
+        *,
+        options: Options,
+        executor: Executor,
+        transport: Transport,
+        codec: Codec,
+        runner: Runner,
+    ) -> None:
+        self.me = card
+        self.members = Members()
+        self.joined: Event[WorkerInfo] = Event("joined")
+        self.gone: Event[WorkerInfo] = Event("gone")
+        self.directory: Directory = _Nobody()
+        self.caller = Caller(
+            card.id,
+            options=options,
+            executor=executor,
+            transport=transport,
+            codec=codec,
+            deliver=self.arrived,
+        )
+        self._options = options
+        self._transport = transport
+        self._codec = codec
+        self._runner = runner
+        self._handlers: dict[type, Handler] = {Call: self._run_call}
+        self._peers: dict[int, Peer] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Agent of {self.me.name}: {self.caller.in_flight} calls in flight>"
+
+    # Who is there
+
+    def add_member(self, card: Card) -> None:
+        """Get to know a worker."""
+        if self.members.add(card):
+            plain = self._options.allow is not None
+            self._peers[card.id] = Peer(card, self.me.main, plain)
+            self.joined.fire(card.info)
+
+    def peer(self, to: str | int | WorkerInfo) -> Peer:
+        """Whom `to` names.
+
+        Raises:
+            ValueError, TypeError, WorkerLostError: nobody.
+        """
+        if self._closed:
+            raise ClosedError(f"worker {self.me.name!r} is shut down")
+        try:
+            card = self.members.find(to)
+        except ValueError:
+            newcomer = self.directory.find(to) if isinstance(to, str) else None
+            if newcomer is None:
+                raise
+            self.add_member(newcomer)
+            card = newcomer
+        return self._peers[card.id]
+
+    def _introduced(self, worker: int) -> Peer | None:
+        """A newcomer that spoke to us before we heard of it."""
+        card = self.directory.card(worker)
+        if card is not None:
+            self.add_member(card)
+        return self._peers.get(worker)
+
+    # Calls from here
+
+    def call_sync(
+        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
+    ) -> Any:
+        return self.caller.call_sync(self.peer(to), func, args, kwargs, timeout)
+
+    def call_async(
+        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
+    ) -> CallFuture:
+        return self.caller.call_async(self.peer(to), func, args, kwargs, timeout)
+
+    def request(
+        self, to: int, message: Any, timeout: float | None = None
+    ) -> CallFuture:
+        """Send an upper layer's message; the future of its answer."""
+        peer = self.peer(to)
+        parcel = self._codec.message(message, peer.manner)
+        return self.caller.post(peer, parcel, type(message), timeout)
+
+    def handle(self, kind: int, message: type, handler: Handler) -> None:
+        """Have an upper layer's messages handled: `handler(sender, message)` returns the answer."""
+        self._codec.register(kind, message)
+        self._handlers[message] = handler
+
+    # Calls from others
+
+    def answer(self, sender: int, frame: Frame) -> Parcel:
+        """Run a request that came by a lane."""
+        peer = self._peers.get(sender) or self._introduced(sender)
+        if peer is None:
+            raise ProtocolError(f"worker {sender} is not known here")
+        try:
+            message, value = self._run(sender, frame)
+            if type(value) is Later:
+                value = value.future.wait()
+        except BaseException as error:  # noqa: BLE001 user code
+            return self._codec.failure(error, peer.manner)
+        return self._result(peer, message, value)
+
+    def arrived(self, sender: int, frame: Frame) -> None:
+        """Take what was posted: an answer, or a request to run."""
+        peer = self._peers.get(sender) or self._introduced(sender)
+        if peer is None:
+            log.warning("dropped a message from worker %d, who is not known", sender)
+        elif frame.kind in (RESULT, FAILURE):
+            self.caller.complete(peer, frame)
+        elif peer.is_new(frame.call):
+            self._serve(peer, frame)
+
+    def _serve(self, peer: Peer, frame: Frame) -> None:
+        try:
+            message, value = self._run(peer.id, frame)
+        except BaseException as error:  # noqa: BLE001 user code
+            self._reply(peer, frame.call, self._codec.failure(error, peer.manner))
+            return
+        if type(value) is not Later:
+            self._reply(peer, frame.call, self._result(peer, message, value))
+            return
+        call = frame.call
+
+        def finished(future: Any) -> None:
+            try:
+                parcel = self._result(peer, message, future.value())
+            except BaseException as error:  # noqa: BLE001 user code
+                parcel = self._codec.failure(error, peer.manner)
+            self._reply(peer, call, parcel)
+
+        value.future.add_done_callback(finished)
+
+    def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
+        message = self._codec.open(frame)
+        return message, self._handlers[type(message)](sender, message)
+
+    def _run_call(self, sender: int, call: Call) -> Any:
+        return self._runner.run(call)
+
+    def _result(self, peer: Peer, message: Any, value: Any) -> Parcel:
+        try:
+            return self._codec.result(value, peer.manner)
+        except Exception as error:  # noqa: BLE001 user code
+            what = describe(getattr(message, "function", message))
+            kind = type(value)
+            refusal = TypeError(
+                f"the result of {what}, a {kind.__module__}.{kind.__qualname__}, cannot "
+                f"be sent: {type(error).__name__}: {error}"
+            )
+            refusal.__cause__ = error
+            return self._codec.failure(refusal, peer.manner)
+
+    def _reply(self, peer: Peer, call: int, parcel: Parcel) -> None:
+        if peer.id == self.me.id:
+            self.caller.complete(peer, parcel.arrive(call))
+        else:
+            self._transport.reply(peer.id, call, parcel)
+
+    # Workers that go
+
+    def lost(self, worker: int, reason: str) -> None:
+        if self.members.get(worker) is not None:
+            log.warning("lost worker %r: %s", self.members.name(worker), reason)
+        self._went(worker, reason)
+
+    def left(self, worker: int) -> None:
+        self._went(worker, "it has left")
+
+    def _went(self, worker: int, reason: str) -> None:
+        card = self.members.remove(worker, reason)
+        self.caller.worker_gone(worker, reason)
+        if card is not None:
+            self._transport.forget(worker)
+            self.gone.fire(card.info)
+
+    def close(self) -> None:
+        """Fail what is in flight; nothing more is sent or run."""
+        self._closed = True
+        self.caller.close()
+        self._runner.close()

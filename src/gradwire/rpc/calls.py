@@ -1,0 +1,87 @@
+"""Calls in flight, as known to the caller, and requests seen, as known to the callee.
+
+Pure: no I/O, no locks, no clock. `agent.py` carries out what follows and holds the lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class Pending:
+    """A call that waits for its answer."""
+
+    call: int
+    to: int
+    timeout: float
+    deadline: float
+    answer: Any
+    """What the driver completes."""
+
+
+@dataclass(slots=True)
+class CallsInFlight:
+    """Each call leaves the table exactly once: answered, expired, or lost with its worker."""
+
+    _pending: dict[int, Pending] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._pending)
+
+    def __iter__(self) -> Iterator[Pending]:
+        return iter(list(self._pending.values()))
+
+    def started(self, pending: Pending) -> None:
+        self._pending[pending.call] = pending
+
+    def get(self, call: int) -> Pending | None:
+        return self._pending.get(call)
+
+    def answered(self, call: int) -> Pending | None:
+        """The call that this answers; None if it is no longer waited for."""
+        return self._pending.pop(call, None)
+
+    def expired(self, now: float) -> list[Pending]:
+        """The calls whose time is up; they are no longer waited for."""
+        return self._take([p for p in self._pending.values() if p.deadline <= now])
+
+    def worker_lost(self, worker: int) -> list[Pending]:
+        """The calls that will never be answered."""
+        return self._take([p for p in self._pending.values() if p.to == worker])
+
+    def next_deadline(self) -> float:
+        deadlines = (p.deadline for p in self._pending.values())
+        return min(deadlines, default=float("inf"))
+
+    def _take(self, calls: list[Pending]) -> list[Pending]:
+        for pending in calls:
+            del self._pending[pending.call]
+        return calls
+
+
+@dataclass(slots=True)
+class Seen:
+    """Which requests of one caller have come, so that a repeated one is run once.
+
+    Numbers of posted requests grow by one, so only the gaps below the highest are kept.
+    """
+
+    _below: int = 1
+    """All numbers below this one have come."""
+    _above: set[int] = field(default_factory=set)
+
+    def is_new(self, call: int) -> bool:
+        """Whether this is the first time; notes it."""
+        if call < self._below or call in self._above:
+            return False
+        if call != self._below:
+            self._above.add(call)
+            return True
+        self._below += 1
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+        return True

@@ -1,0 +1,85 @@
+"""Barrier and all-gather over workers, and the quiet at the end of a world.
+
+One worker collects: the one with the lowest id. Everyone sends it a part and is answered with all
+parts once they are there. A worker that is gone is not waited for; if the collector goes, the
+call fails, except at the end of the world, where the next one takes its place.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from typing import Any
+
+import torch
+
+from ..errors import WorkerLostError
+from ..ids import WorkerInfo
+from .agent import Agent
+from .gatherings import Gathering, Gatherings
+from .messages import GATHER, Gather
+from .runner import Later
+
+
+class Collectives:
+    """This worker's part in operations of all."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._gatherings = Gatherings()
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        agent.handle(GATHER, Gather, self._part_came)
+        agent.gone.subscribe(self._worker_gone)
+
+    def all_gather(self, value: Any, timeout: float | None = None) -> dict[str, Any]:
+        """What every worker gave, by name. All workers call it, in the same order."""
+        return self._gather(f"user/{next(self._numbers)}", value, timeout)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until all workers are here."""
+        self.all_gather(None, timeout)
+
+    def settle(self, timeout: float | None) -> None:
+        """Wait until all workers want to end and no call is under way anywhere."""
+        before: dict[str, int] = {}
+        for attempt in itertools.count():
+            self._agent.caller.wait_quiet()
+            try:
+                now = self._gather(
+                    f"end/{attempt}", self._agent.caller.started, timeout
+                )
+            except WorkerLostError:
+                now = {}  # another collects next time
+            if now and now == before:
+                return
+            before = now
+
+    def _gather(self, key: str, value: Any, timeout: float | None) -> dict[str, Any]:
+        collector = self._agent.members.cards()[0].id
+        message = Gather(key, value)
+        parts = self._agent.request(collector, message, timeout).wait()
+        return {self._agent.members.name(worker): part for worker, part in parts}
+
+    def _part_came(self, sender: int, message: Gather) -> Later:
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        expected = {card.id for card in self._agent.members.cards()}
+        with self._lock:
+            complete = self._gatherings.part_came(
+                message.key, sender, message.value, expected=expected, waiter=future
+            )
+        if complete is not None:
+            _answer(complete)
+        return Later(future)
+
+    def _worker_gone(self, worker: WorkerInfo) -> None:
+        with self._lock:
+            complete = self._gatherings.worker_gone(worker.id)
+        for gathering in complete:
+            _answer(gathering)
+
+
+def _answer(gathering: Gathering) -> None:
+    parts = sorted(gathering.parts.items())
+    for future in gathering.waiting:
+        future.set_result(parts)

@@ -1,0 +1,21 @@
+"""What the calls layer says beyond calls and their answers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+GREETING, GATHER = 16, 17
+
+
+@dataclass(frozen=True, slots=True)
+class Greeting:
+    """A newcomer to an elastic world → everyone there: I am here."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """A worker → the one that collects: my part; answered with everyone's, when all have come."""
+
+    key: str
+    value: Any

@@ -1,0 +1,121 @@
+"""A world of workers inside one process, over the loopback transport.
+
+>>> with World(2) as world:
+...     world[0].rpc_sync("worker1", max, args=(1, 2))
+2
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..api import enter
+from ..options import Options
+from ..threads import Executor
+from ..transport.base import Transport
+from ..transport.faulty import Faults, FaultyTransport
+from ..transport.loopback import LoopbackNetwork, LoopbackTransport
+from ..worker import Worker
+
+
+class World:
+    """Workers `worker0`, `worker1`, … in this process.
+
+    With a `seed`, messages overtake each other in an order that the seed decides; with `faults`,
+    they are also dropped, repeated, delayed or cut off. Further keywords are fields of `Options`.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        *,
+        seed: int | None = None,
+        faults: Faults | None = None,
+        **options: Any,
+    ) -> None:
+        self._network = LoopbackNetwork(seed)
+        self._transports: list[LoopbackTransport] = []
+        self._faults = faults
+        self._seed = seed or 0
+        self.workers = [
+            Worker(
+                f"worker{i}",
+                i,
+                options=Options(**options),
+                make_transport=self._make_transport,
+                on_thread=enter,
+            )
+            for i in range(size)
+        ]
+        cards = [worker.card for worker in self.workers]
+        for worker in self.workers:
+            worker.start(cards, b"", None)
+
+    def __repr__(self) -> str:
+        return f"<World of {[worker.name for worker in self.workers]}>"
+
+    def __len__(self) -> int:
+        return len(self.workers)
+
+    def __getitem__(self, index: int) -> Worker:
+        return self.workers[index]
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.shutdown(graceful=kind is None and self._faults is None)
+
+    @contextmanager
+    def as_worker(self, index: int) -> Iterator[Worker]:
+        """Speak as a worker in this thread, so that `gw.rpc_sync` and the like are its own."""
+        before = enter(self.workers[index])
+        try:
+            yield self.workers[index]
+        finally:
+            enter(before)
+
+    def run(self, func: Callable[[Worker], Any]) -> list[Any]:
+        """Run `func(worker)` as each worker, all at the same time; what they returned.
+
+        Raises:
+            Exception: what the first of them raised.
+        """
+        results: list[Any] = [None] * len(self)
+        errors: list[BaseException] = []
+
+        def body(index: int) -> None:
+            try:
+                with self.as_worker(index) as worker:
+                    results[index] = func(worker)
+            except BaseException as error:  # noqa: BLE001 user code
+                errors.append(error)
+
+        threads = [threading.Thread(target=body, args=(i,)) for i in range(len(self))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return results
+
+    def kill(self, index: int) -> None:
+        """Make a worker vanish without a goodbye, as a killed process would."""
+        self._transports[index].kill()
+        self.workers[index].close()
+
+    def shutdown(self, graceful: bool = True) -> None:
+        """End all workers."""
+        self.run(lambda worker: worker.shutdown(graceful))
+
+    def _make_transport(self, executor: Executor) -> Transport:
+        inner = LoopbackTransport(self._network, executor)
+        self._transports.append(inner)
+        if self._faults is None:
+            return inner
+        seed = self._seed + len(self._transports)
+        return FaultyTransport(inner, executor, seed=seed, faults=self._faults)

@@ -1,0 +1,244 @@
+"""The composition root: builds the layers of one worker and wires them together.
+
+A worker is an object with no globals below it, so several can live in one process.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from .errors import GradwireError
+from .ids import WorkerInfo, check_name
+from .options import Options
+from .rpc.agent import Agent
+from .rpc.allow import AllowList
+from .rpc.collectives import Collectives
+from .rpc.futures import CallFuture
+from .rpc.messages import GREETING, Greeting
+from .rpc.runner import Runner
+from .threads import Executor
+from .transport.base import Card, Transport
+from .transport.rendezvous import Meeting, Place
+from .transport.sockets import SocketTransport
+from .wire.codec import Codec
+from .wire.frames import Limits
+from .wire.functions import main_fingerprint
+from .wire.pickling import Reducer
+
+log = logging.getLogger("gradwire")
+
+_CLOSE = 5.0  # seconds for the threads to end; one in a user's function may take longer
+
+MakeTransport = Callable[[Executor], Transport]
+OnThread = Callable[["Worker"], object]
+
+
+class Worker:
+    """One participant of a world. Use it in a `with` block, or call `shutdown`."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        *,
+        options: Options,
+        make_transport: MakeTransport,
+        on_thread: OnThread | None = None,
+    ) -> None:
+        check_name(name)
+        self.options = options
+        self._allow = None if options.allow is None else AllowList(options.allow)
+        hook = None if on_thread is None else (lambda: on_thread(self))
+        self._executor = Executor(name, options.threads, on_thread=hook)
+        try:
+            self._transport = make_transport(self._executor)
+        except BaseException:
+            self._executor.close()
+            raise
+        self.card = self._transport.card(name, number, main_fingerprint())
+        self._meeting: Meeting | None = None
+        self._closed = False
+        self._codec = Codec(
+            Limits(options.max_body, options.max_bulk),
+            plain_only=options.allow is not None,
+            custom=options.serializer,
+        )
+        self._agent = Agent(
+            self.card,
+            options=options,
+            executor=self._executor,
+            transport=self._transport,
+            codec=self._codec,
+            runner=Runner(self._allow, self._executor.host),
+        )
+        self._collectives = Collectives(self._agent)
+        self._agent.handle(GREETING, Greeting, lambda sender, message: None)
+
+    def __repr__(self) -> str:
+        state = (
+            "closed"
+            if self._closed
+            else f"{self._agent.caller.in_flight} calls in flight"
+        )
+        return f"<Worker {self.name!r}, id {self.id}: {state}>"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.shutdown(graceful=kind is None)
+
+    @property
+    def name(self) -> str:
+        return self.card.name
+
+    @property
+    def id(self) -> int:
+        return self.card.id
+
+    @property
+    def info(self) -> WorkerInfo:
+        return self.card.info
+
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def start(self, cards: list[Card], key: bytes, meeting: Meeting | None) -> None:
+        """Begin to take part in a world of these workers."""
+        for card in cards:
+            self._agent.add_member(card)
+        self._transport.start(self.id, key, self._agent)
+        if meeting is not None:
+            self._meeting = meeting
+            self._agent.directory = meeting
+            self._agent.gone.subscribe(lambda info: meeting.leave(info.id))
+
+    def greet(self) -> None:
+        """Tell everyone in an elastic world that we are here."""
+        others = [c.id for c in self._agent.members.cards() if c.id != self.id]
+        greetings = [self._agent.request(other, Greeting()) for other in others]
+        for greeting in greetings:
+            try:
+                greeting.wait()
+            except GradwireError as error:
+                log.debug("greeting: %s", error)  # it went while we came
+
+    # What users do
+
+    def rpc_sync(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> Any:
+        """Call a function on a worker and wait for its result."""
+        return self._agent.call_sync(to, func, args, kwargs, timeout)
+
+    def rpc_async(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> CallFuture:
+        """Call a function on a worker; the future of its result."""
+        return self._agent.call_async(to, func, args, kwargs, timeout)
+
+    def barrier(self, timeout: float | None = None) -> None:
+        """Wait until all workers have called this."""
+        self._collectives.barrier(timeout)
+
+    def all_gather(self, value: Any, timeout: float | None = None) -> dict[str, Any]:
+        """What every worker gave, by name. All workers call it, in the same order."""
+        return self._collectives.all_gather(value, timeout)
+
+    def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
+        """Who a worker is; without a name, who this one is."""
+        return self.info if name is None else self._agent.peer(name).card.info
+
+    def get_worker_infos(self) -> list[WorkerInfo]:
+        """Who is there, in order of ids."""
+        return [card.info for card in self._agent.members.cards()]
+
+    def on_join(self, callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
+        """Be told of every newcomer; returns what ends that."""
+        return self._agent.joined.subscribe(callback)
+
+    def on_leave(self, callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
+        """Be told of every worker that leaves or is lost; returns what ends that."""
+        return self._agent.gone.subscribe(callback)
+
+    def register_reducer(self, kind: type, reducer: Reducer) -> None:
+        """Pickle objects of exactly this type with `reducer` (as `copyreg.pickle` would)."""
+        self._codec.register_reducer(kind, reducer)
+
+    def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
+        """Leave the world.
+
+        Graceful: wait until all workers want to leave and all calls everywhere are done; workers
+        that are lost are not waited for. Else: leave now; calls in flight fail.
+
+        Raises:
+            CallTimeout: others did not come to the end in time. The worker is closed all the same.
+        """
+        if self._closed:
+            return
+        try:
+            if graceful:
+                self._end_together(timeout or 0)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Leave now and free everything. Closing twice is fine."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._meeting is not None:
+            self._meeting.leave(self.id)
+        self._agent.close()
+        self._transport.close()
+        self._executor.close()
+        if not self._executor.join(_CLOSE):
+            log.warning("worker %r: functions still run after shutdown", self.name)
+
+    def _end_together(self, timeout: float) -> None:
+        if self._meeting is not None and self._meeting.is_elastic:
+            self._agent.caller.wait_quiet()  # others stay: only our own calls count
+        else:
+            self._collectives.settle(timeout)
+
+
+def open_worker(
+    name: str, place: Place, options: Options, on_thread: OnThread | None = None
+) -> Worker:
+    """A worker that talks by sockets, in the world that meets at `place`.
+
+    Raises:
+        ValueError: the name or rank is taken or makes no sense.
+        GradwireError: the others did not come in time.
+    """
+    check_name(name)
+    meeting = Meeting(place, options)
+    key = meeting.key()
+    worker = Worker(
+        name,
+        meeting.number(),
+        options=options,
+        make_transport=lambda executor: SocketTransport(options, executor, place.host),
+        on_thread=on_thread,
+    )
+    try:
+        worker.start(meeting.join(worker.card), key, meeting)
+        if meeting.is_elastic:
+            worker.greet()
+    except BaseException:
+        worker.close()
+        raise
+    return worker
