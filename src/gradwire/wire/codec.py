@@ -20,9 +20,9 @@ import pickle
 import traceback
 from typing import Any, NamedTuple
 
-import cloudpickle
 import torch
 
+from .. import errors
 from ..errors import NotAllowedError, ProtocolError, RemoteError
 from . import plain, tensors
 from .frames import Frame, Limits, Parcel
@@ -39,6 +39,7 @@ from .signatures import (
 )
 
 SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
+_MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
 class Manner(NamedTuple):
@@ -123,13 +124,18 @@ class Codec:
         return self._general(RESULT, (value,), manner)
 
     def failure(self, error: BaseException, manner: Manner) -> Parcel:
-        failure = describe_failure(error, picklable=not manner.plain)
-        return self._general(FAILURE, dataclasses.astuple(failure), manner)
+        """An exception as a parcel: itself, if it can be sent, and what it says in any case."""
+        same = manner.same_main
+        pickler = PickleSerializer(self._reducers, same_main=same)
+        failure = describe_failure(error, None if manner.plain else pickler)
+        try:
+            return self._general(FAILURE, _fields(failure), manner)
+        except Exception:  # noqa: BLE001 user code; or it is larger than the limits
+            return self._general(FAILURE, _fields(_shorten(failure)), manner)
 
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
-        fields = tuple(getattr(message, f.name) for f in dataclasses.fields(message))
-        return self._general(self._kinds[type(message)], fields, manner)
+        return self._general(self._kinds[type(message)], _fields(message), manner)
 
     def open(self, frame: Frame) -> Any:
         """The message in a frame.
@@ -159,10 +165,17 @@ class Codec:
         return ProtocolError(f"unknown encoding {encoding}")
 
     def _from_fields(self, kind: int, fields: tuple[Any, ...]) -> Any:
+        if not isinstance(fields, (tuple, list)):
+            raise ProtocolError(f"message {kind} without fields")
         try:
-            return self._types[kind](*fields)
+            message = self._types[kind](*fields)
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"message {kind} with wrong fields: {error}") from error
+        if not _has_right_types(message):
+            raise ProtocolError(f"message {kind} with fields of wrong types")
+        if kind == FAILURE and self._plain_only and message.pickled is not None:
+            raise self._refusal(GENERAL)
+        return message
 
     def _short(
         self, subject: Subject, values: tuple[Any, ...], manner: Manner
@@ -176,6 +189,10 @@ class Codec:
         found: list[torch.Tensor] = []
         encoding, serializer = self._serializer(manner)
         data = serializer.dumps(fields, found)
+        if encoding == CUSTOM and not all(map(tensors.is_plain, found)):
+            raise TypeError(
+                "a serializer can put only dense CPU tensors beside its bytes"
+            )
         packed = tensors.pack(found)
         body = b"".join((*packed.head, data))
         parcel = Parcel(kind, encoding, body, packed.bulk, packed.bulk_length)
@@ -191,9 +208,25 @@ class Codec:
         return GENERAL, PickleSerializer(self._reducers, same_main=same)
 
 
+def _fields(message: Any) -> tuple[Any, ...]:
+    return tuple(getattr(message, f.name) for f in dataclasses.fields(message))
+
+
+def _has_right_types(message: Any) -> bool:
+    """Whether what we use of a message ourselves is what we expect; the rest is for others."""
+    if type(message) is Call:
+        _, args, kwargs, modes = _fields(message)
+        kinds = (tuple, list)
+        is_modes = modes is None or isinstance(modes, kinds)
+        return isinstance(args, kinds) and type(kwargs) is dict and is_modes
+    if type(message) is Failure:
+        return all(type(text) is str for text in _fields(message)[:3])
+    return True
+
+
 def _from_values(kind: int, subject: Subject, values: list[Any]) -> Any:
-    if kind == CALL and subject.name is not None:
-        count = len(values) - len(subject.keywords)
+    count = len(values) - len(subject.keywords)
+    if kind == CALL and subject.name is not None and count >= 0:
         kwargs = dict(zip(subject.keywords, values[count:], strict=True))
         return Call(subject.name, tuple(values[:count]), kwargs, subject.modes)
     if kind == RESULT and (subject.spread or len(values) == 1):
@@ -201,16 +234,26 @@ def _from_values(kind: int, subject: Subject, values: list[Any]) -> Any:
     raise ProtocolError(f"message {kind} with a signature of {subject.kind}")
 
 
-def describe_failure(error: BaseException, *, picklable: bool) -> Failure:
-    """An exception as a message."""
+def describe_failure(error: BaseException, pickler: Serializer | None) -> Failure:
+    """An exception as a message; without a pickler, as text only."""
     trace = "".join(traceback.format_exception(error)).rstrip()
+    beside: list[torch.Tensor] = []
     pickled = None
-    if picklable:
+    if pickler is not None:
         try:
-            pickled = cloudpickle.dumps(error, protocol=5)
+            pickled = pickler.dumps(error, beside)
         except Exception:  # noqa: BLE001 user code
-            pickled = None  # its text has to do
-    return Failure(type(error).__qualname__, str(error), trace, pickled)
+            beside = []  # its text has to do
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 user code
+        message = "<it cannot be put in words>"
+    return Failure(type(error).__qualname__, message, trace, pickled, beside)
+
+
+def _shorten(failure: Failure) -> Failure:
+    message, trace = failure.message[:_MOST_TEXT], failure.trace[-_MOST_TEXT:]
+    return Failure(failure.type_name, message, trace, None, [])
 
 
 def revive_failure(failure: Failure, worker: str) -> Exception:
@@ -219,11 +262,13 @@ def revive_failure(failure: Failure, worker: str) -> Exception:
     error: Any = None
     if failure.pickled is not None:
         try:
-            error = pickle.loads(failure.pickled)
+            pickler = PickleSerializer({}, same_main=True)
+            error = pickler.loads(failure.pickled, failure.tensors)
         except Exception:  # noqa: BLE001 user code
             error = None  # its type cannot be made here: the cause has the text
     else:
-        kind = getattr(builtins, failure.type_name, None)
+        name = failure.type_name
+        kind = getattr(builtins, name, None) or getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, Exception):
             try:
                 error = kind(failure.message)

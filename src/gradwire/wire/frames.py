@@ -114,14 +114,14 @@ class Header(NamedTuple):
     segment: int
 
 
-def parse_header(data: bytes | memoryview, limits: Limits) -> Header:
-    """The header at the start of `data`.
+def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Header:
+    """The header at `at` in `data`.
 
     Raises:
         ProtocolError: it is not one, or announces more than the limits allow.
     """
-    version, *fields = HEADER.unpack_from(data)
-    header = Header._make(fields)
+    version, *fields = HEADER.unpack_from(data, at)
+    header = Header(*fields)
     if version != VERSION:
         raise ProtocolError(f"frame of version {version}, this is version {VERSION}")
     if header.body > limits.body:

@@ -13,12 +13,15 @@ from __future__ import annotations
 import hashlib
 import importlib
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import torch
 
-MAIN_MODULES = ("__main__", "__mp_main__")
+CHILD_MAIN = "__mp_main__"  # what multiprocessing calls the main module in its children
+MAIN_MODULES = ("__main__", CHILD_MAIN)
+_METHODS = (types.MethodType, types.BuiltinMethodType)  # made anew at every look
 
 
 def main_fingerprint() -> str:
@@ -61,7 +64,7 @@ def resolve(name: str) -> Any:
     module, _, qualname = name.partition(":")
     try:
         obj: Any = sys.modules.get(module) or importlib.import_module(module)
-    except ImportError as error:
+    except (ImportError, ValueError, TypeError) as error:  # or no name of a module
         raise LookupError(f"no module {module!r} here ({error})") from error
     for part in qualname.split("."):
         try:
@@ -82,10 +85,11 @@ def _find_name(func: Any) -> str | None:
         candidates.insert(0, f"{alias}:{qualname}")
     for name in candidates:
         try:
-            if resolve(name) is func:
-                return name
+            found = resolve(name)
         except LookupError:
             continue
+        if found is func or (isinstance(func, _METHODS) and found == func):
+            return name
     return None
 
 

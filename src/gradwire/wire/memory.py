@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+CPU = torch.device("cpu")  # always said: users may have set another default device
+
 
 class _Arrays(dict[int, Any]):
     """ctypes' array types by length; making one costs more than using it."""

@@ -44,3 +44,5 @@ class Failure:
     trace: str
     pickled: bytes | None
     """The exception itself, if it could be pickled and the caller accepts pickles."""
+    tensors: list[Any]
+    """Those that the pickle refers to."""

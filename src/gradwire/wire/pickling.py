@@ -12,6 +12,7 @@ from __future__ import annotations
 import copyreg
 import io
 import pickle
+import sys
 import types
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -20,7 +21,7 @@ import cloudpickle
 import torch
 
 from . import recipes
-from .functions import MAIN_MODULES
+from .functions import CHILD_MAIN, MAIN_MODULES
 
 Reducer = Callable[[Any], "tuple[Any, ...] | str"]
 
@@ -43,6 +44,9 @@ class PickleSerializer:
         self._same_main = same_main
 
     def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
+        child = sys.modules.get(CHILD_MAIN)
+        if child is not None and not self._same_main:
+            cloudpickle.register_pickle_by_value(child)  # which takes it for importable
         file = io.BytesIO()
         _Pickler(file, tensors, self._reducers, self._same_main).dump(obj)
         return file.getvalue()
@@ -74,7 +78,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return self._subclass(obj)
         if (
             self._same_main
-            and kind in (types.FunctionType, type)
+            and isinstance(obj, (types.FunctionType, type))
             and obj.__module__ in MAIN_MODULES
             and _found_in_main(obj)
         ):
@@ -122,8 +126,6 @@ def tensor_at(index: int) -> torch.Tensor:
 
 
 def _found_in_main(obj: Any) -> bool:
-    import sys
-
     found: Any = sys.modules["__main__"]
     for part in obj.__qualname__.split("."):
         found = getattr(found, part, None)

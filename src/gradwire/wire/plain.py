@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ def loads(data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
     reader = _Reader(memoryview(data), tensors)
     try:
         value = reader.value(0)
-    except (struct.error, IndexError, ValueError, TypeError, OverflowError) as error:
+    except (struct.error, LookupError, ValueError, TypeError, OverflowError) as error:
         raise ProtocolError(f"not plain data: {error}") from error
     if reader.at != len(data):
         raise ProtocolError(f"{len(data) - reader.at} bytes left over")
@@ -116,9 +117,16 @@ _MANY: dict[type, bytes] = {
 }
 
 
+_DTYPES = {  # not getattr: torch imports modules and warns when asked for some names
+    str(dtype).removeprefix("torch.").encode(): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+
+
 def _dtype(text: memoryview) -> torch.dtype:
-    dtype = getattr(torch, bytes(text).decode(), None)
-    if not isinstance(dtype, torch.dtype):
+    dtype = _DTYPES.get(bytes(text))
+    if dtype is None:
         raise ProtocolError(f"unknown dtype {bytes(text)!r}")
     return dtype
 
@@ -133,16 +141,6 @@ def _device(text: memoryview) -> torch.device:
 def _slice(items: list[Any]) -> slice:
     start, stop, step = items
     return slice(start, stop, step)
-
-
-def _recipe(items: list[Any]) -> torch.Tensor:
-    name, parts = items
-    if not recipes.is_known(name) or type(parts) is not tuple:
-        raise ProtocolError(f"unknown kind of tensor {name!r}")
-    try:
-        return recipes.put_together(name, parts)
-    except (RuntimeError, AttributeError) as error:
-        raise ProtocolError(f"tensor of kind {name!r}: {error}") from error
 
 
 _READ_FIXED: dict[int, Callable[[memoryview], Any]] = {
@@ -166,7 +164,6 @@ _READ_MANY: dict[int, Callable[[list[Any]], Any]] = {
     ord("^"): frozenset,
     ord("z"): torch.Size,
     ord("|"): _slice,
-    ord("R"): _recipe,
 }
 
 
@@ -174,6 +171,7 @@ class _Reader:
     def __init__(self, data: memoryview, tensors: list[torch.Tensor]) -> None:
         self._data = data
         self._tensors = tensors
+        self._copied = 0
         self.at = 0
 
     def value(self, depth: int) -> Any:
@@ -187,6 +185,31 @@ class _Reader:
         if tag in _READ_FIXED:
             self.at += count
             return _READ_FIXED[tag](self._data[self.at - count : self.at])
-        if tag not in _READ_MANY:
+        if tag not in _READ_MANY and tag != ord("R"):
             raise ProtocolError(f"unknown tag {tag}")
-        return _READ_MANY[tag]([self.value(depth + 1) for _ in range(count)])
+        items = [self.value(depth + 1) for _ in range(count)]
+        return self._recipe(*items) if tag == ord("R") else _READ_MANY[tag](items)
+
+    def _recipe(self, name: Any, parts: Any) -> torch.Tensor:
+        if type(name) is not str or type(parts) is not tuple:
+            raise ProtocolError("tensor that is not described")
+        if not recipes.is_known(name):
+            raise ProtocolError(f"unknown kind of tensor {name!r}")
+        try:
+            self._check_size(name, parts)
+            return recipes.put_together(name, parts)
+        except (RuntimeError, AttributeError) as error:
+            raise ProtocolError(f"tensor of kind {name!r}: {error}") from error
+
+    def _check_size(self, name: str, parts: tuple[Any, ...]) -> None:
+        """However often the tensors that came are named, copy no more than what came."""
+        if any(recipes.is_expanded(tensor) for tensor in recipes.tensors_of(parts)):
+            raise ProtocolError("part of a tensor is larger than its memory")
+        self._copied += recipes.copied(name, parts)
+        if self._copied > self._room:
+            raise ProtocolError("tensors are larger than the message")
+
+    @cached_property
+    def _room(self) -> int:
+        storages = (tensor.untyped_storage() for tensor in self._tensors)
+        return sum({s.data_ptr(): s.nbytes() for s in storages}.values())

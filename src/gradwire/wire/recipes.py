@@ -11,7 +11,7 @@ stored integers to a quantized tensor that does not round again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -48,12 +48,13 @@ def take_apart(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
             grad,
         )
     if tensor.is_nested and tensor.layout is torch.strided:
-        return "nested", (list(tensor.unbind()), grad)
+        # Each with its own memory: who puts them together from anyone's bytes insists.
+        return "nested", ([member.clone() for member in tensor.unbind()], grad)
     if not tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized:
         return "device", (str(tensor.device), tensor.cpu(), grad)
     if tensor.layout is torch.sparse_coo:
-        parts = (tensor._indices(), tensor._values(), tuple(tensor.shape))
-        return "coo", (*parts, tensor.is_coalesced(), grad)
+        parts = map(_unexpanded, (tensor._indices(), tensor._values()))
+        return "coo", (*parts, tuple(tensor.shape), tensor.is_coalesced(), grad)
     if str(tensor.layout) in _COMPRESSED:
         return "compressed", (*_compressed_parts(tensor), grad)
     if tensor.is_quantized:
@@ -70,15 +71,42 @@ def is_known(name: object) -> bool:
     return name in _RECIPES
 
 
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether it claims more elements than it has memory for."""
+    return tensor.nbytes > tensor.untyped_storage().nbytes()
+
+
+def tensors_of(parts: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif type(part) is list:
+            yield from tensors_of(part)
+
+
+def copied(name: str, parts: tuple[Any, ...]) -> int:
+    """How many bytes `put_together` copies."""
+    at = _COPIED.get(name)
+    own = () if at is None else parts[at : at + 1]
+    return sum(tensor.nbytes for tensor in tensors_of(own))
+
+
 def _compressed_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
     if tensor.layout in _COMPRESSED_BY_ROW:
         outer, inner = tensor.crow_indices(), tensor.col_indices()
     else:
         outer, inner = tensor.ccol_indices(), tensor.row_indices()
-    return str(tensor.layout), outer, inner, tensor.values(), tuple(tensor.shape)
+    parts = map(_unexpanded, (outer, inner, tensor.values()))
+    return str(tensor.layout), *parts, tuple(tensor.shape)
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous() if is_expanded(tensor) else tensor
 
 
 def _quantized_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.dtype in (torch.quint4x2, torch.quint2x4):
+        raise TypeError(f"cannot send a tensor of {tensor.dtype}")
     if tensor.qscheme() is torch.per_tensor_affine:
         how: tuple[Any, ...] = (tensor.q_scale(), tensor.q_zero_point())
     else:
@@ -98,16 +126,19 @@ def _meta(
 
 
 def _nested(members: list[torch.Tensor], grad: bool) -> torch.Tensor:
+    if type(members) is not list:
+        raise TypeError("members of a nested tensor are not in a list")
     return torch.nested.as_nested_tensor(members).requires_grad_(grad)
 
 
 def _device(device: str, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
     try:
-        return tensor.to(device).requires_grad_(grad)
+        return tensor.to(torch.device(device)).requires_grad_(grad)
     except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition(". ")[0]  # torch's goes on for pages
         raise RuntimeError(
             f"a tensor on {device!r} was sent here, where that device cannot be used "
-            f"({error}); send tensor.cpu() instead"
+            f"({reason}); send tensor.cpu() instead"
         ) from error
 
 
@@ -119,7 +150,12 @@ def _coo(
     grad: bool,
 ) -> torch.Tensor:
     tensor = torch.sparse_coo_tensor(
-        indices, values, shape, check_invariants=True, is_coalesced=coalesced
+        indices,
+        values,
+        shape,
+        device=values.device,  # and not the default device
+        check_invariants=True,
+        is_coalesced=coalesced,
     )
     return tensor.requires_grad_(grad)
 
@@ -133,13 +169,19 @@ def _compressed(
     grad: bool,
 ) -> torch.Tensor:
     tensor = torch.sparse_compressed_tensor(
-        outer, inner, values, shape, layout=_COMPRESSED[layout], check_invariants=True
+        outer,
+        inner,
+        values,
+        shape,
+        device=values.device,
+        layout=_COMPRESSED[layout],
+        check_invariants=True,
     )
     return tensor.requires_grad_(grad)
 
 
 def _quantized(device: str, stored: torch.Tensor, *how: Any) -> torch.Tensor:
-    stored = stored.to(device)
+    stored = stored.to(torch.device(device))
     if len(how) == 2:
         return torch._make_per_tensor_quantized_tensor(stored, *how)
     return torch._make_per_channel_quantized_tensor(stored, *how)
@@ -153,3 +195,8 @@ _RECIPES: dict[str, Callable[..., torch.Tensor]] = {
     "compressed": _compressed,
     "quantized": _quantized,
 }
+_COPIED = {
+    "nested": 0,
+    "device": 1,
+    "quantized": 1,
+}  # which part; the others stay in place

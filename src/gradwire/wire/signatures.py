@@ -12,6 +12,7 @@ Anything else takes the general way (`codec.py`); `encode` says so by returning 
 
 from __future__ import annotations
 
+import math
 import pickle
 import struct
 from collections.abc import Callable
@@ -34,6 +35,7 @@ _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
 _MAX_SIGNATURE = 4096
 _MAX_REMEMBERED = 4096
+_MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 
 
 class Subject(NamedTuple):
@@ -75,9 +77,12 @@ class Encoder:
             if type(value) is torch.Tensor:
                 if not _is_simple(value):
                     return None
-                storages.append(value.untyped_storage().data_ptr())
                 key += (value.dtype, value.shape, value.requires_grad)
                 length = value.nbytes
+                storage = value.untyped_storage().data_ptr()
+                if length and not storage:
+                    return None  # freed: the general way says so
+                storages.append(storage)
                 if length > INLINE:
                     large.append(value.detach().view(-1))
                 else:
@@ -120,6 +125,7 @@ class Decoder:
     def __init__(self, load: Load) -> None:
         self._load = load
         self._known: dict[bytes, tuple[Subject, _Plan]] = {}
+        self._learned = 0
 
     def decode(self, body: bytes | memoryview, area: Any) -> tuple[Subject, list[Any]]:
         """What the message is about, and its values.
@@ -141,26 +147,54 @@ class Decoder:
         if end > length or end > _MAX_SIGNATURE + 4:
             raise ProtocolError(f"signature of {end - 4} bytes")
         try:
-            fields, specs = plain.loads(signature, [])
-            known = Subject(*fields), _Plan(specs, self._load)
+            known = _parse(plain.loads(signature, []), self._load)
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ProtocolError(f"signature makes no sense: {error}") from error
-        if len(self._known) > _MAX_REMEMBERED:
+        self._learned += len(signature)
+        if self._learned > _MAX_LEARNED:
             self._known.clear()
+            self._learned = len(signature)
         self._known[signature] = known
         return known
 
 
+def _parse(signature: Any, load: Load) -> tuple[Subject, _Plan]:
+    # Unpacked only if it is a tuple: a tensor in its place could have any number of items.
+    if type(signature) is not tuple or any(type(x) is not tuple for x in signature):
+        raise TypeError("not two tuples")
+    fields, specs = signature
+    kind, name, keywords, modes, spread = subject = Subject(*fields)
+    if not (
+        type(kind) is int
+        and (name is None or type(name) is str)
+        and type(keywords) is tuple
+        and all(type(word) is str for word in keywords)
+        and (modes is None or type(modes) is tuple)
+        and type(spread) is bool
+    ):
+        raise TypeError("subject with fields of wrong types")
+    return subject, _Plan(specs, load)
+
+
 def _is_simple(tensor: torch.Tensor) -> bool:
-    return (
+    """Whether it is its memory, in order, and nothing else.
+
+    `is_conj` and `is_neg` let go of the GIL, which costs more than all the rest where another
+    thread wants it. So they are asked only where they can be true: a tensor is conjugate only if
+    it is complex, and negative only as the imaginary part of such a one, which has a stride of two
+    and begins at an odd offset.
+    """
+    if not (
         tensor.layout is torch.strided
         and tensor.is_cpu
         and tensor.is_contiguous()
         and tensor.dtype in DTYPE_CODES
-        and not tensor.is_neg()
-        and not tensor.is_conj()
         and not tensor.is_nested
-    )
+    ):
+        return False
+    if tensor.dtype.is_complex:
+        return not tensor.is_conj()
+    return tensor.numel() > 1 or not tensor.storage_offset() or not tensor.is_neg()
 
 
 def _is_small(value: Any, depth: int) -> bool:
@@ -194,7 +228,7 @@ def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
             bulk = aligned(bulk + value.nbytes)
         else:
             specs.append((*spec, -1))
-    signature = plain.dumps((tuple(subject), specs), [])
+    signature = plain.dumps((tuple(subject), tuple(specs)), [])
     if len(signature) > _MAX_SIGNATURE:
         return None
     return _Known(_LENGTH.pack(len(signature)) + signature, offsets, bulk)
@@ -203,38 +237,40 @@ def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
 class _Plan:
     """How to fetch the values that follow a signature."""
 
-    def __init__(self, specs: list[Any], load: Load) -> None:
+    def __init__(self, specs: tuple[Any, ...], load: Load) -> None:
         self._load = load
         self._steps: list[Step] = []
         self._inline = 0  # bytes of small tensors
         self._bulk = 0
-        self._has_data = False
-        data = 0
+        self._data = 0  # values that are plain data
         for spec in specs:
             if spec is None:
                 self._steps.append(_fetch_none)
-            elif spec == 0:
-                self._steps.append(_fetch_data(data))
-                data += 1
-                self._has_data = True
-            else:
+            elif type(spec) is tuple:
                 self._steps.append(self._tensor(*spec))
+            else:
+                self._steps.append(_fetch_data(self._data))
+                self._data += 1
 
     def values(self, body: Any, at: int, area: Any) -> list[Any]:
         room = 0 if area is None else memoryview(area).nbytes
         if at + self._inline > len(body) or self._bulk > room:
             raise ProtocolError("message is shorter than its signature says")
-        data = self._load(body[at + self._inline :]) if self._has_data else None
+        data = self._load(body[at + self._inline :]) if self._data else []
+        if type(data) is not list or len(data) != self._data:
+            raise ProtocolError("data does not fit its signature")
         try:
             return [step(body, at, area, data) for step in self._steps]
-        except (IndexError, TypeError, RuntimeError) as error:
-            raise ProtocolError(f"data does not fit its signature: {error}") from error
+        except (TypeError, RuntimeError) as error:
+            raise ProtocolError(f"tensor cannot be made here: {error}") from error
 
     def _tensor(self, code: int, shape: Any, grad: bool, offset: int) -> Step:
         dtype = DTYPES[code]
-        if dtype is None or any(n < 0 for n in shape):
-            raise ProtocolError(f"tensor of dtype {code}, shape {shape}")
-        count = torch.Size(shape).numel()
+        if type(shape) is not tuple or not all(map(_is_size, shape)):
+            raise ProtocolError("tensor whose shape is not one")
+        if dtype is None or code < 0:
+            raise ProtocolError(f"tensor of dtype {code}")
+        count = math.prod(shape)
         length = count * dtype.itemsize
         if offset < 0:
             if length > INLINE:
@@ -249,6 +285,10 @@ class _Plan:
         return _with_grad(step) if grad else step
 
 
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
+
+
 def _fetch_none(body: Any, at: int, area: Any, data: Any) -> None:
     return None
 
@@ -259,7 +299,7 @@ def _fetch_data(index: int) -> Step:
 
 def _fetch_small(dtype: torch.dtype, shape: Any, start: int, length: int) -> Step:
     def step(body: Any, at: int, area: Any, data: Any) -> torch.Tensor:
-        tensor = torch.empty(shape, dtype=dtype)
+        tensor = torch.empty(shape, dtype=dtype, device=memory.CPU)
         memory.write(tensor, body[at + start : at + start + length])
         return tensor
 

@@ -6,7 +6,7 @@ Only strided CPU tensors come here; `recipes.py` takes the others apart into suc
   elements (so a transposed or an expanded tensor arrives as it was); else as its elements in order.
 * Tensors of one message that share a storage share one on arrival, if they overlap or if together
   they fill at least half of the span between them. (Rows picked from a large table do not drag the
-  table along.)
+  table along.) One with gaps, such as every other row, shares if all it spans is sent anyway.
 * Blocks up to `INLINE` bytes are copied into the body; larger ones go to the bulk area, in place.
 
     table    count u32, blocks u32, then per block its length u64, then per tensor:
@@ -19,7 +19,9 @@ Nothing in a table is believed before it is checked: it may come from anyone who
 
 from __future__ import annotations
 
+import math
 import struct
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -45,6 +47,7 @@ _COUNTS = struct.Struct("<II")
 _ENTRY = struct.Struct("<IBBHQ")
 _GRAD, _STRIDES = 1, 2
 _MAX_DIMS = 64
+_MAX_BYTES = 1 << 63  # expanded tensors may claim much, but what torch can count
 
 
 @dataclass(slots=True)
@@ -98,17 +101,22 @@ class _Source:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.requires_grad = tensor.requires_grad
-        tensor = tensor.detach().resolve_conj().resolve_neg()
-        length = _span(tensor)
-        if length > tensor.nbytes:
-            tensor = tensor.contiguous()
-            length = tensor.nbytes
+        self._hold(tensor.detach().resolve_conj().resolve_neg())
+        self.offset = 0
+        self.block = 0
+
+    def _hold(self, tensor: torch.Tensor) -> None:
         self.tensor = tensor
         self.strided = not tensor.is_contiguous()
         self.low = int(tensor.storage_offset()) * tensor.itemsize
-        self.high = self.low + length
-        self.offset = 0
-        self.block = 0
+        self.high = self.low + _span(tensor)
+
+    @property
+    def has_gaps(self) -> bool:
+        return self.strided and self.high - self.low > self.tensor.nbytes
+
+    def close_gaps(self) -> None:
+        self._hold(self.tensor.contiguous())
 
     def entry(self) -> bytes:
         t = self.tensor
@@ -132,16 +140,37 @@ def _groups(sources: list[_Source]) -> list[tuple[list[_Source], tuple[int, int]
     """Which tensors travel in one block, and the span of storage it covers."""
     by_storage: dict[int, list[_Source]] = {}
     for source in sources:
-        key = source.tensor.untyped_storage().data_ptr() or id(source)
+        key = id(source)
+        if source.high > source.low:
+            key = source.tensor.untyped_storage().data_ptr()
+            if not key:
+                raise TypeError("cannot send a tensor whose memory has been freed")
         by_storage.setdefault(key, []).append(source)
-    groups = []
+    groups: list[list[_Source]] = []
     for members in by_storage.values():
-        whole = _extent(members)
-        if sum(m.high - m.low for m in members) * 2 >= whole[1] - whole[0]:
-            groups.append((members, whole))
-        else:
-            groups += [(part, _extent(part)) for part in _overlapping(members)]
-    return groups
+        if len(members) == 1 and not members[0].has_gaps:
+            groups.append(members)
+            continue
+        dense = _dense_groups([m for m in members if not m.has_gaps])
+        spans = [_extent(group) for group in dense]  # in order, and apart
+        for member in (m for m in members if m.has_gaps):
+            at = bisect(spans, (member.low, math.inf)) - 1
+            if at >= 0 and member.high <= spans[at][1]:
+                dense[at].append(member)
+            else:
+                member.close_gaps()
+                groups.append([member])
+        groups += dense
+    return [(group, _extent(group)) for group in groups]
+
+
+def _dense_groups(members: list[_Source]) -> list[list[_Source]]:
+    if len(members) < 2:
+        return [members] if members else []
+    low, high = _extent(members)
+    if sum(m.high - m.low for m in members) * 2 >= high - low:
+        return [members]
+    return _overlapping(members)
 
 
 def _extent(members: list[_Source]) -> tuple[int, int]:
@@ -174,8 +203,10 @@ def _block(group: list[_Source], span: tuple[int, int]) -> tuple[torch.Tensor, i
         return t.as_strided((count,), (1,), t.storage_offset()), high - low
     for member in group:
         member.offset = member.low - low
-    flat = torch.empty(0, dtype=torch.uint8)
-    flat.set_(group[0].tensor.untyped_storage(), low, (high - low,), (1,))
+    # Storages made from one buffer may begin together and end apart: take the longest.
+    longest = max(group, key=lambda m: m.high).tensor
+    flat = torch.empty(0, dtype=torch.uint8, device=memory.CPU)
+    flat.set_(longest.untyped_storage(), low, (high - low,), (1,))
     return flat, high - low
 
 
@@ -187,7 +218,7 @@ def unpack(body: memoryview, area: Any) -> tuple[list[torch.Tensor], int]:
     """
     try:
         return _Table(body, area).build()
-    except (struct.error, ValueError, RuntimeError, OverflowError) as error:
+    except (struct.error, ValueError, TypeError, RuntimeError, OverflowError) as error:
         if isinstance(error, ProtocolError):
             raise
         raise ProtocolError(f"table of tensors makes no sense: {error}") from error
@@ -235,7 +266,9 @@ class _Table:
             raise ProtocolError(f"tensor of {dims} dimensions")
         shape = self._numbers(dims, "q")
         strides = self._numbers(dims, "q") if flags & _STRIDES else None
-        if any(n < 0 for n in shape + (strides or ())):
+        if any(n < 0 for n in shape + (strides or ())) or (
+            strides is not None and math.prod(shape) * dtype.itemsize >= _MAX_BYTES
+        ):
             raise ProtocolError(f"tensor of shape {shape} with strides {strides}")
         return block, dtype, flags, shape, strides, offset
 
@@ -261,7 +294,7 @@ class _Table:
                 self._area, dtype=torch.uint8, count=length, offset=at
             )
         else:
-            flat = torch.empty(length, dtype=torch.uint8)
+            flat = torch.empty(length, dtype=torch.uint8, device=memory.CPU)
             memory.write(flat, self._body[at : at + length])
         return flat.untyped_storage()
 
@@ -273,20 +306,23 @@ class _Table:
     ) -> torch.Tensor:
         block, dtype, flags, shape, strides, offset = entry
         in_area, at, length = places[block]
-        if offset + _needed(shape, strides, dtype.itemsize) > length:
+        needed = _needed(shape, strides, dtype.itemsize)
+        if offset + needed > length or offset % dtype.itemsize:
             raise ProtocolError(f"tensor of shape {shape} reaches out of its block")
         if block in shared or strides is not None:
             storage = shared.get(block) or self._storage(in_area, at, length)
-            tensor = torch.empty(0, dtype=dtype)
+            tensor = torch.empty(0, dtype=dtype, device=memory.CPU)
             tensor.set_(
                 storage, offset // dtype.itemsize, shape, strides or _steps(shape)
             )
+        elif needed != length:
+            raise ProtocolError(f"tensor of shape {shape} in a block of {length} bytes")
         elif in_area:
             count = length // dtype.itemsize
             flat = torch.frombuffer(self._area, dtype=dtype, count=count, offset=at)
             tensor = flat.view(shape)
         else:
-            tensor = torch.empty(shape, dtype=dtype)
+            tensor = torch.empty(shape, dtype=dtype, device=memory.CPU)
             memory.write(tensor, self._body[at : at + length])
         return tensor.requires_grad_() if flags & _GRAD else tensor
 

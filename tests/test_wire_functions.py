@@ -1,0 +1,224 @@
+"""Functions go by name where they can be found by it, and by value where they cannot."""
+
+import abc
+import collections
+import enum
+import functools
+import gc
+import sys
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from carrying import LIMITS, PICKLE, PLAIN, call_of, called
+from gradwire.errors import NotAllowedError
+from gradwire.wire.codec import Codec, Manner
+from gradwire.wire.functions import Names, resolve
+from gradwire.wire.pickling import PickleSerializer
+
+SAME_MAIN = Manner(same_main=True)
+
+
+@pytest.fixture(params=[PICKLE, PLAIN], ids=["pickle", "plain"])
+def manner(request: pytest.FixtureRequest) -> Manner:
+    return request.param
+
+
+class Counter:
+    """Has every kind of method."""
+
+    def __init__(self, start: int) -> None:
+        self.count = start
+
+    def step(self, by: int) -> int:
+        self.count += by
+        return self.count
+
+    @classmethod
+    def made(cls) -> "Counter":
+        return cls(0)
+
+    @staticmethod
+    def one() -> int:
+        return 1
+
+    class Inner:
+        """Has a name with a dot in it."""
+
+
+class Special(Counter):
+    """Inherits a class method, which is then another one."""
+
+
+def double(x: Any) -> Any:
+    return x * 2
+
+
+@functools.wraps(double)
+def wrapper(x: Any) -> Any:
+    return double(x) + 1
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        (double, "test_wire_functions:double"),
+        (torch.add, "torch:add"),
+        (torch.nn.functional.relu, "torch.nn.functional:relu"),
+        (len, "builtins:len"),
+        (dict.fromkeys, "builtins:dict.fromkeys"),
+        (collections.OrderedDict, "collections:OrderedDict"),
+        (Counter, "test_wire_functions:Counter"),
+        (Counter.Inner, "test_wire_functions:Counter.Inner"),
+        (Counter.step, "test_wire_functions:Counter.step"),
+        (Counter.one, "test_wire_functions:Counter.one"),
+        (Counter.made, "test_wire_functions:Counter.made"),
+    ],
+)
+def test_what_can_be_imported_goes_by_name(
+    function: Any, name: str, manner: Manner
+) -> None:
+    assert called(call_of(function), manner).function == name
+    assert resolve(name) == function
+
+
+def closure() -> Callable[[int], int]:
+    seen = [10]
+
+    def add(x: int) -> int:
+        seen[0] += x
+        return seen[0]
+
+    return add
+
+
+@pytest.mark.parametrize(
+    ("function", "result"),
+    [
+        (lambda x: x * 3, 6),
+        (closure(), 12),
+        (functools.partial(double, 4), 8),
+        (Counter(5).step, 7),
+        (Special.made, 0),
+        (wrapper, 5),  # its name is that of another function
+        (torch.nn.Identity(), 2),
+    ],
+    ids="lambda closure partial method inherited decorated instance".split(),
+)
+def test_what_cannot_be_imported_goes_by_value(function: Any, result: Any) -> None:
+    arrived = called(call_of(function)).function
+    value = arrived() if result in (0, 8) else arrived(2)
+    assert (value.count if isinstance(value, Special) else value) == result
+
+
+def test_a_function_by_value_takes_a_copy_of_its_state() -> None:
+    add = closure()
+    arrived = called(call_of(add)).function
+    assert (arrived(1), arrived(1)) == (11, 12)
+    assert add(1) == 11
+
+
+@pytest.mark.parametrize("function", [lambda: 0, Counter(1).step, wrapper])
+def test_a_worker_with_an_allow_list_is_sent_no_functions_by_value(
+    function: Any,
+) -> None:
+    with pytest.raises(NotAllowedError, match="cannot be imported by name"):
+        Codec(LIMITS).call(call_of(function), PLAIN)
+
+
+def test_looking_for_names_keeps_no_closure_alive() -> None:
+    function = closure()
+    alive = weakref.ref(function)
+    names = Names()
+    assert names.name_of(function, False) is None
+    del function
+    gc.collect()
+    assert alive() is None
+
+
+def test_an_unhashable_callable_has_no_name() -> None:
+    class Unhashable(dict[str, int]):
+        def __call__(self) -> int:
+            return self["x"]
+
+    assert called(call_of(Unhashable(x=3))).function() == 3
+
+
+@pytest.mark.parametrize(
+    "name", ["", ":", ":f", "torch", "torch:", "torch:no.such", "no.such:f", ".os:f"]
+)
+def test_a_name_that_leads_nowhere_is_a_lookup_error(name: str) -> None:
+    with pytest.raises(LookupError, match="here"):
+        resolve(name)
+
+
+# What the main script defines
+
+
+def of_main(x: int) -> int:
+    return x + 1
+
+
+class Plain:
+    """A class."""
+
+
+class Colour(enum.Enum):
+    """A class with a metaclass, whose members are compared by identity."""
+
+    RED = 1
+
+
+class Abstract(abc.ABC):  # noqa: B024 it is about its metaclass
+    """A class with another metaclass."""
+
+
+@pytest.fixture(params=["__main__", "__mp_main__"])
+def in_main(request: pytest.FixtureRequest) -> Iterator[None]:
+    """These names are defined by the main script."""
+    main = types.ModuleType(request.param)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "__main__", main)
+        patch.setitem(sys.modules, request.param, main)
+        for thing in (of_main, Plain, Colour, Abstract):
+            setattr(main, thing.__name__, thing)
+            patch.setattr(thing, "__module__", request.param)
+        yield
+
+
+@pytest.mark.usefixtures("in_main")
+def test_a_function_of_main_goes_by_name_to_who_runs_the_same_script() -> None:
+    assert called(call_of(of_main, 1), SAME_MAIN).function == "__main__:of_main"
+
+
+@pytest.mark.usefixtures("in_main")
+def test_a_function_of_main_goes_by_value_to_who_runs_another_script() -> None:
+    arrived = called(call_of(of_main, 1)).function
+    assert arrived is not of_main
+    assert arrived(1) == 2
+
+
+@pytest.mark.usefixtures("in_main")
+def test_what_main_defines_is_itself_where_the_same_script_runs() -> None:
+    sent = [of_main, Plain, Colour.RED, Abstract]
+    data = PickleSerializer({}, same_main=True).dumps(sent, [])
+    assert b"cloudpickle" not in data  # all by name
+    arrived = PickleSerializer({}, same_main=True).loads(data, [])
+    assert all(a is b for a, b in zip(arrived, sent, strict=True))
+
+
+@pytest.mark.usefixtures("in_main")
+def test_what_main_defines_goes_by_value_where_another_script_runs() -> None:
+    data = PickleSerializer({}, same_main=False).dumps([of_main, Plain()], [])
+    assert b"cloudpickle" in data
+
+
+@pytest.mark.usefixtures("in_main")
+def test_what_main_defines_but_no_longer_names_goes_by_value() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules["__main__"], "of_main", double)
+        assert callable(called(call_of(of_main, 1), SAME_MAIN).function)
