@@ -70,6 +70,8 @@ class Options:
     """Move large tensors through shared memory between workers of one host."""
     spin: float = _from_env("SPIN", float, 120e-6)
     """How long to poll for an answer before sleeping; 0 never polls."""
+    switch_interval: float = _from_env("SWITCH_INTERVAL", float, 5e-4)
+    """How long another Python thread may keep a call waiting; 0 leaves Python's own (5 ms)."""
 
     key: bytes | None = field(
         default_factory=lambda: os.environb.get(b"GRADWIRE_KEY"), repr=False
@@ -90,7 +92,7 @@ class Options:
     """Tells apart worlds that meet in one store."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "join_timeout", "heartbeat", "spin"):
+        for name in ("timeout", "join_timeout", "heartbeat", "spin", "switch_interval"):
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: must not be negative"

@@ -18,6 +18,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import logging
+import sys
 import threading
 import time
 from collections import deque
@@ -52,6 +53,7 @@ class Executor:
         self._closed = False
         self._numbers = itertools.count()
         self._threads: set[threading.Thread] = set()
+        self._starting = threading.Lock()
         self._monitor = _Monitor(self)
 
     def __repr__(self) -> str:
@@ -112,12 +114,14 @@ class Executor:
             idle, self._idle = self._idle, []
         for bell in idle:
             bell.ring()
-        self._monitor.wake(force=True)
+        self._monitor.rouse()
 
     def join(self, timeout: float) -> bool:
         """Wait for all threads but this one to end; False if some have not."""
         deadline = time.monotonic() + timeout
-        for thread in list(self._threads):
+        with self._starting:  # none of these is yet to be started
+            threads = list(self._threads)
+        for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
         return all(t is threading.current_thread() for t in list(self._threads))
@@ -147,15 +151,16 @@ class Executor:
         def run() -> None:
             try:
                 if self._on_thread is not None:
-                    self._on_thread()
+                    _run(self._on_thread)
                 target()
             finally:
                 self._threads.discard(threading.current_thread())
 
         name = f"gradwire-{self._name}-{role}-{next(self._numbers)}"
         thread = threading.Thread(target=run, name=name, daemon=True)
-        self._threads.add(thread)
-        thread.start()
+        with self._starting:
+            self._threads.add(thread)
+            thread.start()
 
     def _work(self) -> None:
         ident = threading.get_ident()
@@ -192,6 +197,24 @@ class Executor:
                 self._idle.remove(bell)
                 return False
         return bell.wait(None)  # rung just now: the work is ours
+
+
+class ShorterTurns:
+    """Makes Python's threads take shorter turns, so that a call need not wait for a busy thread.
+
+    The setting is the process's, not a worker's: it is only ever lowered, and put back by `close`.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._before: float | None = None
+        if 0 < seconds < sys.getswitchinterval():
+            self._before = sys.getswitchinterval()
+            sys.setswitchinterval(seconds)
+
+    def close(self) -> None:
+        if self._before is not None:
+            sys.setswitchinterval(self._before)
+            self._before = None
 
 
 class _Waiting(AbstractContextManager[None]):
@@ -241,7 +264,7 @@ class _Monitor:
         self._executor = executor
         self._bell = Bell()
         self._asleep = False
-        self._started = False
+        self._started = threading.Lock()
         self._lock = threading.Lock()
         self._timers: list[tuple[float, int, Task]] = []
         self._order = itertools.count()
@@ -252,17 +275,21 @@ class _Monitor:
             heapq.heappush(self._timers, (when, next(self._order), task))
             first = when < self._wake_at
         if first:
-            self.wake(force=True)
+            self.rouse()
 
-    def wake(self, force: bool = False) -> None:
-        if not self._started:
-            with self._lock:
-                if self._started:
-                    return
-                self._started = True
-            self._executor._start(self._watch, "monitor")
-        elif self._asleep or force:
+    def wake(self) -> None:
+        """There is work: tick, unless ticking already."""
+        if self._asleep or not self._started.locked():
+            self.rouse()
+
+    def rouse(self) -> None:
+        """Look at once."""
+        if not self._started.acquire(
+            blocking=False
+        ):  # held for ever from the first time on
             self._bell.ring()
+        elif not self._executor._closed:
+            self._executor._start(self._watch, "monitor")
 
     def _watch(self) -> None:
         executor = self._executor
@@ -301,5 +328,5 @@ class _Monitor:
 def _run(task: Task) -> None:
     try:
         task()
-    except Exception:
+    except BaseException:  # a thread that died of it would be counted for ever
         log.exception("a task of gradwire failed")
