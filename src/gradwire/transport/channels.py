@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,10 +29,12 @@ from ..wire.messages import GOODBYE, PING, PONG
 from .base import Receiver
 from .poller import Poller
 from .segments import Recycler, SegmentMap, SegmentPool
-from .streams import Spin, Stream
+from .spin import Spin
+from .streams import Stream
 
 _HOLD = 0.002
 _MOST_HELD = 16
+_MOST_WAITING = 1024  # frames that may wait for another thread's write
 BROKEN = (EOFError, OSError, ProtocolError)
 """What reading or writing raises when a connection is over."""
 
@@ -66,7 +69,7 @@ class Channel:
         self._peer = peer
         self._ended = ended
         self._write_lock = threading.Lock()
-        self._held: list[bytes] = []
+        self._outbox: deque[bytes] = deque()
         self._flush_due = False
         self._state_lock = threading.Lock()
         self._closed = False
@@ -88,34 +91,43 @@ class Channel:
         Raises:
             OSError: the connection is over.
         """
-        with self._write_lock:
-            if more and not parcel.bulk_length and len(self._held) < _MOST_HELD:
-                self._held.append(parcel.header(call) + parcel.body)
-                if not self._flush_due:
-                    self._flush_due = True
-                    due = time.monotonic() + _HOLD
-                    self._station.executor.call_at(due, self._flush_late)
-                return
-            self._write_held()
-            self._stream.writer.write(call, parcel)
+        if parcel.bulk_length:
+            with self._station.executor.waiting(), self._write_lock:
+                self._write_outbox()
+                self._stream.writer.write(call, parcel)
+            self.flush()
+            return
+        self._outbox.append(parcel.header(call) + parcel.body)
+        if not more or len(self._outbox) >= _MOST_HELD:
+            self.flush()
+        elif not self._flush_due:
+            self._flush_due = True
+            self._hold()
 
     def flush(self) -> None:
-        """Send what was held back."""
-        if self._held:
-            with self._write_lock:
-                self._write_held()
+        """Send what waits to be sent; if another thread is at it, that one does.
+
+        Raises:
+            OSError: the connection is over.
+        """
+        while self._outbox:
+            if len(self._outbox) > _MOST_WAITING:  # do not outrun who writes
+                with self._station.executor.waiting():
+                    self._write_lock.acquire()
+            elif not self._write_lock.acquire(blocking=False):
+                return
+            try:
+                self._write_outbox()
+            finally:
+                self._write_lock.release()
 
     def note(self, kind: int) -> None:
-        """Say something without a body, unless the connection is busy or over."""
-        if not self._write_lock.acquire(blocking=False):
-            return
+        """Say something without a body, unless the connection is over."""
+        self._outbox.append(Parcel(kind, 0, b"").header(0))
         try:
-            self._write_held()
-            self._stream.writer.write(0, Parcel(kind, 0, b""))
+            self.flush()
         except OSError:
             pass  # whoever reads will notice
-        finally:
-            self._write_lock.release()
 
     def ready(self) -> None:
         """The poller says that something came."""
@@ -170,10 +182,16 @@ class Channel:
             elif kind == GOODBYE:
                 self._said_goodbye = True
 
-    def _write_held(self) -> None:
-        if self._held:
-            held, self._held = self._held, []
-            self._stream.writer.write_bytes(b"".join(held))
+    def _write_outbox(self) -> None:
+        outbox = self._outbox
+        if outbox:
+            data = [outbox.popleft() for _ in range(min(len(outbox), _MOST_WAITING))]
+            self._stream.writer.write_bytes(b"".join(data))
+
+    def _hold(self) -> None:
+        """See to it that what was held back goes out soon."""
+        due = time.monotonic() + _HOLD
+        self._station.executor.call_at(due, self._flush_late)
 
     def _flush_late(self) -> None:
         self._flush_due = False
@@ -331,6 +349,17 @@ class CallerChannel(Channel):
             self._take_in()
         else:
             self._hand_over()
+
+    def _hold(self) -> None:
+        """A burst: reading its answers one by one as they come would only slow it down."""
+        super()._hold()
+        with self._state_lock:
+            if not self._attending and not self._closed:
+                self._station.poller.pause(self)
+
+    def _flush_late(self) -> None:
+        super()._flush_late()
+        self._hand_over()
 
     def _hand_over(self) -> None:
         """The role is free: let a sleeping waiter take it, or else the poller."""

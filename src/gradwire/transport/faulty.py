@@ -10,7 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..errors import WorkerLostError
 from ..threads import Executor
@@ -62,10 +62,14 @@ class FaultyTransport:
         self._inner.start(me, key, receiver)
 
     def post(self, to: Card, call: int, parcel: Parcel) -> None:
-        self._send(to.id, parcel.kind, lambda: self._inner.post(to, call, parcel))
+        self._send(
+            to.id, parcel.kind, lambda: self._inner.post(to, call, replace(parcel))
+        )
 
     def reply(self, to: int, call: int, parcel: Parcel) -> None:
-        self._send(to, parcel.kind, lambda: self._inner.reply(to, call, parcel))
+        self._send(
+            to, parcel.kind, lambda: self._inner.reply(to, call, replace(parcel))
+        )
 
     def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
         raise NotImplementedError("a faulty transport has no lanes")
@@ -92,6 +96,7 @@ class FaultyTransport:
             cut, drop, repeat, delay, span = (self._random.random() for _ in range(5))
         if cut < faults.cut:
             self._cut(to)
+            return
         if drop < faults.drop:
             return
         for _ in range(2 if repeat < faults.repeat else 1):
@@ -110,6 +115,6 @@ class FaultyTransport:
         self._executor.call_at(time.monotonic() + seconds, late)
 
     def _cut(self, to: int) -> None:
-        self._inner.forget(to)
         if self._receiver is not None:
             self._receiver.lost(to, "the link was cut")
+        self._inner.forget(to)  # also if it was lost before: the other end may not know

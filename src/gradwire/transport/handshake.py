@@ -1,7 +1,8 @@
 """How two ends of a new connection prove that they know the world's key, before anything else.
 
     connector → acceptor   hello      magic, version, purpose, who I am, whom I want, link, nonce
-    acceptor → connector   challenge  magic, verdict, nonce, HMAC(key, "acceptor", hello, nonce)
+    acceptor → connector   challenge  head: magic, version, verdict, nonce
+                                      HMAC(key, "acceptor", hello, head)
     connector → acceptor   proof      HMAC(key, "connector", hello, challenge)
 
 All three have a fixed size, and nothing else is read before the proof holds. The nonces are fresh
@@ -24,10 +25,10 @@ from ..errors import AuthenticationError, ProtocolError
 VERSION = 1
 _MAGIC = b"GRADWIRE"
 _HELLO = struct.Struct("<8sHHIqqQ32s")
-_CHALLENGE = struct.Struct("<8sHHI32s32s")
+_HEAD = struct.Struct("<8sHHI32s")  # of the challenge; its MAC follows
 HELLO_SIZE = _HELLO.size
-CHALLENGE_SIZE = _CHALLENGE.size
 PROOF_SIZE = 32
+CHALLENGE_SIZE = _HEAD.size + PROOF_SIZE
 
 
 class Purpose(IntEnum):
@@ -89,9 +90,8 @@ def new_hello(purpose: Purpose, sender: int, target: int, link: int) -> Hello:
 
 def challenge(key: bytes, hello: bytes, verdict: Verdict) -> bytes:
     """The acceptor's answer to a hello."""
-    nonce = os.urandom(32)
-    mac = _mac(key, b"acceptor", hello, bytes([verdict]), nonce)
-    return _CHALLENGE.pack(_MAGIC, VERSION, verdict, 0, nonce, mac)
+    head = _HEAD.pack(_MAGIC, VERSION, verdict, 0, os.urandom(32))
+    return head + _mac(key, b"acceptor", hello, head)
 
 
 def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
@@ -101,16 +101,17 @@ def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
         AuthenticationError: the acceptor does not know the key.
         ProtocolError: the acceptor is something else, or refuses; says why.
     """
-    magic, version, verdict, _, nonce, mac = _CHALLENGE.unpack(answer)
+    head, mac = answer[: _HEAD.size], answer[_HEAD.size :]
+    magic, version, verdict, _, _ = _HEAD.unpack(head)
     if magic != _MAGIC:
         raise ProtocolError("what answers there is not a gradwire worker")
     if verdict == Verdict.WRONG_VERSION:
         raise ProtocolError(f"it speaks version {version}, this worker {VERSION}")
-    expected = _mac(key, b"acceptor", hello, bytes([verdict & 255]), nonce)
-    if not hmac.compare_digest(mac, expected):
+    if not hmac.compare_digest(mac, _mac(key, b"acceptor", hello, head)):
         raise AuthenticationError("it does not know this world's key")
     if verdict != Verdict.WELCOME:
-        raise ProtocolError(f"it refuses: {Verdict(verdict).name.lower()}")
+        reasons = {known.value: known.name.lower() for known in Verdict}
+        raise ProtocolError(f"it refuses: {reasons.get(verdict, verdict)}")
     return _mac(key, b"connector", hello, answer)
 
 

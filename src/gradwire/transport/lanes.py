@@ -26,12 +26,15 @@ _QUIET = 0.5  # seconds after which a lane gives its thread back
 class CallerLane:
     """The connector's end."""
 
-    __slots__ = ("_station", "idle_since", "stream")
+    __slots__ = ("_station", "idle_since", "is_owed", "stream")
 
     def __init__(self, station: Station, stream: Stream) -> None:
         self._station = station
         self.stream = stream
         self.idle_since = 0.0
+        self.is_owed = (
+            False  # a request went out whole, and its answer is still to come
+        )
 
     def exchange(self, parcel: Parcel, deadline: float | None, spin: bool) -> Frame:
         """Send a request and wait for its answer.
@@ -42,8 +45,11 @@ class CallerLane:
         """
         station, stream = self._station, self.stream
         stream.writer.write(0, parcel, deadline)
+        self.is_owed = True
         with station.executor.waiting():
-            return stream.next_frame(deadline, station.spin if spin else None)
+            frame = stream.next_frame(deadline, station.spin if spin else None)
+        self.is_owed = False
+        return frame
 
     def close(self) -> None:
         self.stream.close()

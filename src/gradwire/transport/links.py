@@ -91,13 +91,13 @@ class OutgoingLink:
         try:
             frame = lane.exchange(parcel, deadline, alone)
         except TimeoutError:
-            self._owe(lane)
+            self._abandon(lane)
             raise
         except BROKEN as error:
             self._drop(lane)
             raise WorkerLostError(self._to.name, describe_end(error)) from error
         except BaseException:  # Ctrl-C: the answer will still come
-            self._owe(lane)
+            self._abandon(lane)
             raise
         lane.idle_since = time.monotonic()
         self._free.append(lane)
@@ -170,7 +170,11 @@ class OutgoingLink:
         if known:
             lane.close()
 
-    def _owe(self, lane: CallerLane) -> None:
+    def _abandon(self, lane: CallerLane) -> None:
+        """Nobody waits for the answer any more."""
+        if not lane.is_owed:
+            self._drop(lane)
+            return
         owed = OwedLane(self._station, lane)
         with self._lock:
             self._lanes.discard(lane)

@@ -11,8 +11,9 @@ import threading
 from collections.abc import Callable
 
 from ..errors import WorkerLostError
-from ..threads import Bell, Executor
+from ..threads import Executor
 from ..wire.frames import Frame, Parcel
+from ..wire.messages import FAILURE, RESULT
 from .base import Card, Receiver
 
 
@@ -43,7 +44,7 @@ class LoopbackTransport:
         self._receiver: Receiver | None = None
         self._me = -1
         self._pending: list[tuple[int, Frame]] = []
-        self._waiters: dict[int, Bell] = {}
+        self._in_delivery: list[tuple[int, Frame]] = []
 
     def __repr__(self) -> str:
         return f"<LoopbackTransport of worker {self._me}>"
@@ -74,16 +75,13 @@ class LoopbackTransport:
     def attend(
         self, to: int, call: int, done: Callable[[], bool], deadline: float | None
     ) -> None:
-        bell = self._waiters[call] = Bell()
-        try:
-            with self._executor.waiting():
-                while not done() and bell.wait_until(deadline):
-                    pass
-        finally:
-            self._waiters.pop(call, None)
+        """There is nothing to read: what comes is delivered by the executor."""
 
     def forget(self, worker: int) -> None:
-        """Nothing is open."""
+        """As the end of a connection would be noticed at its other end, so is this."""
+        other = self._network.workers.get(worker)
+        if other is not None:
+            other.hear_loss(self._me, "it has ended the connection")
 
     def close(self) -> None:
         for other in self._leave():
@@ -92,7 +90,7 @@ class LoopbackTransport:
     def kill(self) -> None:
         """Vanish without a goodbye, as a killed process would."""
         for other in self._leave():
-            other.hear_loss(self._me)
+            other.hear_loss(self._me, "it was killed")
 
     def put(self, sender: int, frame: Frame) -> None:
         with self._network.lock:
@@ -100,14 +98,19 @@ class LoopbackTransport:
         self._executor.submit(self._deliver)
 
     def hear_leaving(self, worker: int) -> None:
-        if self._receiver is not None:
-            self._receiver.left(worker)
-        self._wake_all()
+        if self._receiver is None:
+            return
+        with self._network.lock:
+            entries = [*self._in_delivery, *self._pending]
+        for sender, frame in entries:
+            # A goodbye overtakes no answer. That these come twice is harmless.
+            if sender == worker and frame.kind in (RESULT, FAILURE):
+                self._receiver.arrived(sender, frame)
+        self._receiver.left(worker)
 
-    def hear_loss(self, worker: int) -> None:
+    def hear_loss(self, worker: int, reason: str) -> None:
         if self._receiver is not None:
-            self._receiver.lost(worker, "it was killed")
-        self._wake_all()
+            self._receiver.lost(worker, reason)
 
     def _leave(self) -> list[LoopbackTransport]:
         with self._network.lock:
@@ -118,13 +121,11 @@ class LoopbackTransport:
         with self._network.lock:
             chance = self._network.random
             index = chance.randrange(len(self._pending)) if chance else 0
-            sender, frame = self._pending.pop(index)
-        if self._receiver is not None:
-            self._receiver.arrived(sender, frame)
-        bell = self._waiters.get(frame.call)
-        if bell is not None:
-            bell.ring()
-
-    def _wake_all(self) -> None:
-        for bell in list(self._waiters.values()):
-            bell.ring()
+            entry = self._pending.pop(index)
+            self._in_delivery.append(entry)
+        try:
+            if self._receiver is not None:
+                self._receiver.arrived(*entry)
+        finally:
+            with self._network.lock:
+                self._in_delivery.remove(entry)

@@ -18,6 +18,7 @@ import threading
 from typing import Protocol
 
 from ..threads import Executor
+from .spin import Patience, Spin
 
 
 class Watched(Protocol):
@@ -88,8 +89,10 @@ class _Portable:
 class Poller:
     """Watches connections and tells them when something came."""
 
-    def __init__(self, executor: Executor) -> None:
+    def __init__(self, executor: Executor, spin: Spin) -> None:
         self._executor = executor
+        self._spin = spin
+        self._patience = Patience()
         self._system = _Epoll() if hasattr(select, "epoll") else _Portable()
         self._watched: dict[int, Watched] = {}
         self._closing = threading.Event()
@@ -142,10 +145,15 @@ class Poller:
             if self._closing.is_set():
                 return
             with self._executor.waiting():
-                fds = self._system.poll(None)
+                fds = self._patience.look(self._spin, self._attempt)
+                if fds is None:
+                    fds = self._system.poll(None)
         self._tell(fds)
         if not self._closing.is_set():
             self._executor.submit(self._turn)
+
+    def _attempt(self) -> list[int] | None:
+        return self._system.poll(0) or None
 
     def _look(self) -> None:
         """All threads are busy: at least take in what came, so that pings are answered."""

@@ -1,15 +1,20 @@
 """How workers find each other, over one of torch's own stores.
 
 A world of fixed size: everyone puts its card under its rank and waits for all the others. An
-elastic world: a newcomer draws the next id, publishes its card, and learns the cards of those
-before it; those it then speaks to look up its card. Ids come from a counter that only grows.
+elastic world: a newcomer draws the next id, publishes its card, and then reads the cards of all
+who are there; those it greets look up its card. Of two who come at the same time at least one
+reads after the other has published. Ids come from a counter that only grows.
 
+    <world>/joined             how often someone began to join a world of fixed size
     <world>/<round>/key        the world's secret, unless the user gave one
     <world>/<round>/card/<id>  a worker's card
+    <world>/<round>/failed     why this round came to nothing (fixed size)
+    <world>/<round>/ids        how many ids were drawn (elastic worlds)
     <world>/<round>/name/<n>   the id of the worker of that name (elastic worlds)
     <world>/<round>/gone/<id>  set when a worker has left or was lost (elastic worlds)
 
-The round goes up each time a world of fixed size starts anew over the same store.
+The round goes up each time a world of fixed size starts anew over the same store: so many begin to
+join in each as the world is large, and none in one that has failed. Elastic worlds have one round.
 """
 
 from __future__ import annotations
@@ -18,9 +23,11 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from urllib.parse import parse_qs, urlparse
+from urllib.parse import ParseResult, parse_qs, urlparse
 
 from torch.distributed import (  # type: ignore[attr-defined]
     FileStore,
@@ -29,11 +36,13 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from ..errors import GradwireError
+from ..errors import ClosedError, GradwireError
 from ..options import Options
 from .base import Card
 
 _STEP = 0.05
+_REOPEN = 10.0  # seconds for an old store at the same port to go away
+_PROBE = 2.0  # seconds to find out whether someone listens
 
 
 @dataclass(slots=True)
@@ -61,43 +70,56 @@ def find_place(
         GradwireError: the store cannot be reached.
     """
     if store is not None:
-        return Place(store, rank, size, _remote_host(getattr(store, "host", None)))
+        return Place(store, rank, size, _remote_host(_host_of(store)))
     url = urlparse(method or "env://")
-    query = parse_qs(url.query)
-    rank = rank if rank is not None else _number(query.get("rank", [None])[0])
-    size = size if size is not None else _number(query.get("world_size", [None])[0])
+    if url.scheme not in ("env", "tcp", "file"):
+        raise ValueError(f"{method!r}: use env://, tcp://host:port or file:///path")
+    settings = dict(os.environ) if url.scheme == "env" else {}
+    settings |= {k.upper(): values[-1] for k, values in parse_qs(url.query).items()}
+    rank = _number("RANK", settings) if rank is None else rank
+    size = _number("WORLD_SIZE", settings) if size is None else size
+    _check_place(rank, size)
     if url.scheme == "file":
         path = url.netloc + url.path
         if not path:
             raise ValueError(f"{method!r} names no file: use file:///path")
         return Place(FileStore(path), rank, size, None)
-    if url.scheme == "env":
-        rank = rank if rank is not None else _number(os.environ.get("RANK"))
-        size = size if size is not None else _number(os.environ.get("WORLD_SIZE"))
-        host, port = _env("MASTER_ADDR"), int(_env("MASTER_PORT"))
-        hosting = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    elif url.scheme == "tcp":
-        if url.hostname is None or url.port is None:
-            raise ValueError(f"{method!r} lacks a host or port: use tcp://host:port")
-        host, port, hosting = url.hostname, url.port, rank == 0
-    else:
-        raise ValueError(f"{method!r}: use env://, tcp://host:port or file:///path")
-    return Place(
-        _tcp_store(host, port, hosting, timeout), rank, size, _remote_host(host)
-    )
+    host, port = _env_address() if url.scheme == "env" else _tcp_address(url)
+    # torchrun's agent hosts the store that it tells its workers about.
+    hosting = rank == 0 and settings.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    found = _tcp_store(host, port, hosting, timeout)
+    return Place(found, rank, size, _remote_host(host))
 
 
-def _env(name: str) -> str:
-    value = os.environ.get(name)
-    if value is None:
+def _number(name: str, settings: Mapping[str, str]) -> int | None:
+    text = settings.get(name)
+    try:
+        return None if text is None else int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r}: must be a number") from None
+
+
+def _tcp_address(url: ParseResult) -> tuple[str, int]:
+    if url.hostname is None or url.port is None:
+        raise ValueError(f"{url.geturl()!r} lacks a host or port: use tcp://host:port")
+    return url.hostname, url.port
+
+
+def _env_address() -> tuple[str, int]:
+    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", os.environ)
+    if host is None or port is None:
+        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
         raise ValueError(
-            f"{name} is not set: set it (env://), or give init_method='tcp://host:port'"
+            f"{missing} is not set: set it (env://), or give init_method="
+            "'tcp://host:port'"
         )
-    return value
+    return host, port
 
 
-def _number(text: str | None) -> int | None:
-    return None if text is None else int(text)
+def _host_of(store: Store) -> str | None:
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    return getattr(store, "host", None)
 
 
 def _remote_host(host: str | None) -> str | None:
@@ -113,6 +135,7 @@ def _remote_host(host: str | None) -> str | None:
 def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
     """The store at that address; retried, since its host may still be closing an old one."""
     deadline = time.monotonic() + timeout
+    patience = min(deadline, time.monotonic() + _REOPEN)
     while True:
         left = max(deadline - time.monotonic(), 0.001)
         try:
@@ -124,7 +147,7 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
                 timeout=timedelta(seconds=left),
             )
         except (RuntimeError, ValueError) as error:
-            if time.monotonic() + _STEP > deadline or not _is_passing(error):
+            if time.monotonic() + _STEP > patience or not _is_passing(error):
                 role = "open" if hosting else "reach"
                 raise GradwireError(
                     f"cannot {role} the store at {host}:{port}: {error}"
@@ -137,52 +160,66 @@ def _is_passing(error: Exception) -> bool:
     return "in use" in text or "connection reset" in text
 
 
-def _check_place(place: Place) -> None:
-    rank, size = place.rank, place.size
+def _check_place(rank: int | None, size: int | None) -> None:
     if size is None:
         return
     if size < 1:
         raise ValueError(f"world_size={size}: must be at least 1, or absent")
     if rank is None or not 0 <= rank < size:
-        raise ValueError(f"rank={rank}: must be in 0..{size - 1} for world_size={size}")
+        raise ValueError(
+            f"rank={rank}: must be in 0..{size - 1} for world_size={size} (or RANK, "
+            "with env://)"
+        )
+
+
+@contextmanager
+def _store_errors() -> Iterator[None]:
+    """What a store raises, as ours."""
+    try:
+        yield
+    except GradwireError:
+        raise
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise GradwireError(f"the store failed: {reason}") from error
 
 
 class Meeting:
     """One worker's part in a rendezvous."""
 
     def __init__(self, place: Place, options: Options) -> None:
-        _check_place(place)
-        self._place = place
-        self._options = options
+        _check_place(place.rank, place.size)
+        self._rank, self._size = place.rank, place.size
+        self._own_key = options.secret()
+        self._patience = options.join_timeout
         self._deadline = time.monotonic() + options.join_timeout
-        self._store = PrefixStore(self._prefix(), place.store)
+        self._world: Store | None = PrefixStore(
+            f"gradwire/{options.world}", place.store
+        )
+        self._round: Store | None = None
+        self._mine: int | None = None
 
     @property
     def is_elastic(self) -> bool:
         """Whether workers come and go."""
-        return self._place.size is None
-
-    def _prefix(self) -> str:
-        world = f"gradwire/{self._options.world}"
-        if self._place.size is None:
-            return f"{world}/elastic"
-        joined = self._place.store.add(f"{world}/joined", 1)
-        return f"{world}/{(joined - 1) // self._place.size}"
+        return self._size is None
 
     def key(self) -> bytes:
         """The world's secret: the user's own, or one drawn by whoever came first."""
-        own = self._options.secret()
-        if own is not None:
-            return own
+        if self._own_key is not None:
+            return self._own_key
         drawn = secrets.token_hex(32)
-        return bytes.fromhex(self._store.compare_set("key", "", drawn).decode())
+        with _store_errors():
+            found = self._store().compare_set("key", "", drawn)
+        return bytes.fromhex(found.decode())
 
     def number(self) -> int:
         """This worker's id."""
-        if self._place.size is None:
-            return int(self._store.add("ids", 1)) - 1
-        assert self._place.rank is not None
-        return self._place.rank
+        if self._size is None:
+            with _store_errors():
+                return int(self._store().add("ids", 1)) - 1
+        assert self._rank is not None
+        return self._rank
 
     def join(self, card: Card) -> list[Card]:
         """Publish the card and learn the others'.
@@ -191,43 +228,59 @@ class Meeting:
             ValueError: the name or rank is taken.
             GradwireError: others did not come in time; says which are missing.
         """
-        if self._place.size is None:
-            return self._join_elastic(card)
+        self._mine = card.id
+        with _store_errors():
+            if self._size is None:
+                return self._join_elastic(card)
+            try:
+                return self._join_fixed(card, self._size)
+            except (ValueError, GradwireError) as error:
+                self._store().compare_set("failed", "", f"{card.name}: {error}")
+                raise
+
+    def find(self, name: str) -> Card | None:
+        """A worker of an elastic world by its name, if it is there."""
+        with self._while_it_lasts() as store:
+            if store is not None and store.check([f"name/{name}"]):
+                return self._living(int(store.get(f"name/{name}")))
+        return None
+
+    def card(self, number: int) -> Card | None:
+        """A worker of an elastic world by its id, if it is there."""
+        with self._while_it_lasts() as store:
+            return None if store is None else self._living(number)
+        return None
+
+    def leave(self, number: int) -> None:
+        """Note that a worker is gone, which frees its name; with this one goes the store."""
+        with self._while_it_lasts() as store:
+            if store is not None:
+                store.set(f"gone/{number}", "1")
+        if number == self._mine:
+            self._let_go()
+
+    def _join_fixed(self, card: Card, size: int) -> list[Card]:
         self._publish(card)
-        cards = [self._card_of(i) for i in range(self._place.size)]
-        names = [c.name for c in cards if c is not None]
+        cards = [self._wait_for(number) for number in range(size)]
+        names = [other.name for other in cards]
         for name in names:
             if names.count(name) > 1:
                 ranks = [i for i, n in enumerate(names) if n == name]
                 raise ValueError(
                     f"worker name {name!r} is used by ranks {ranks}: names must differ"
                 )
-        return [c for c in cards if c is not None]
+        return cards
 
-    def find(self, name: str) -> Card | None:
-        """A worker of an elastic world by its name, if it is there."""
-        if self._place.size is not None or not self._has(f"name/{name}"):
-            return None
-        number = int(self._store.get(f"name/{name}"))
-        return None if self._is_gone(number) else self._card_of(number)
-
-    def card(self, number: int) -> Card | None:
-        """A worker of an elastic world by its id, if it is there."""
-        if self._place.size is not None or not self._has(f"card/{number}"):
-            return None
-        return self._card_of(number)
-
-    def leave(self, number: int) -> None:
-        """Note that a worker is gone, which frees its name."""
-        if self._place.size is None:
-            try:
-                self._store.set(f"gone/{number}", "1")
-            except RuntimeError:
-                pass  # the store went before us
+    def _join_elastic(self, card: Card) -> list[Card]:
+        self._claim_name(card)
+        self._publish(card)
+        drawn = int(self._store().add("ids", 0))
+        cards = [self._living(number) for number in range(drawn)]
+        return [other for other in cards if other is not None]
 
     def _publish(self, card: Card) -> None:
         data = card.to_bytes().decode()
-        found = self._store.compare_set(f"card/{card.id}", "", data).decode()
+        found = self._store().compare_set(f"card/{card.id}", "", data).decode()
         if found != data:
             other = Card.from_bytes(found.encode())
             raise ValueError(
@@ -235,45 +288,89 @@ class Meeting:
                 f"give {card.name!r} another rank"
             )
 
-    def _join_elastic(self, card: Card) -> list[Card]:
-        self._claim_name(card)
-        self._publish(card)
-        earlier = [self._card_of(i) for i in range(card.id)]
-        return [*(c for c in earlier if c is not None), card]
-
     def _claim_name(self, card: Card) -> None:
         key, mine = f"name/{card.name}", str(card.id)
-        holder = self._store.compare_set(key, "", mine).decode()
+        holder = self._store().compare_set(key, "", mine).decode()
         while holder != mine:
-            if not self._is_gone(int(holder)):
-                self._store.set(f"gone/{card.id}", "1")
+            if not self._is_gone(int(holder)) and not self._was_killed(int(holder)):
+                self._store().set(f"gone/{card.id}", "1")
                 raise ValueError(
                     f"worker name {card.name!r} is taken by worker {holder}"
                 )
-            holder = self._store.compare_set(key, holder, mine).decode()
+            holder = self._store().compare_set(key, holder, mine).decode()
 
-    def _card_of(self, number: int) -> Card | None:
-        """A worker's card; waits for it. None if the worker is gone."""
-        while not self._has(f"card/{number}") or self._is_gone(number):
-            if self._is_gone(number):
-                return None
+    def _wait_for(self, number: int) -> Card:
+        """The card of a worker in a world of fixed size."""
+        while (card := self._published(number)) is None:
+            if self._has("failed"):
+                raise GradwireError(
+                    f"the world was given up: {self._store().get('failed').decode()}"
+                )
             if time.monotonic() > self._deadline:
                 raise GradwireError(self._missing())
             time.sleep(_STEP / 10)
-        return Card.from_bytes(self._store.get(f"card/{number}"))
+        return card
+
+    def _was_killed(self, number: int) -> bool:
+        """Whether a worker is gone although nobody was there to note it."""
+        card = self._published(number)
+        if card is None or card.tcp is None:
+            return False
+        try:
+            socket.create_connection(card.tcp, timeout=_PROBE).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False  # out of reach, which proves nothing
+        return False
 
     def _missing(self) -> str:
-        size = self._place.size
-        if size is None:
-            return "another worker began to join and did not finish"
-        missing = [i for i in range(size) if not self._has(f"card/{i}")]
+        missing = [i for i in range(self._size or 0) if not self._has(f"card/{i}")]
         return (
-            f"of {size} workers, ranks {missing} did not come within "
-            f"{self._options.join_timeout:g} s"
+            f"of {self._size} workers, ranks {missing} did not come within "
+            f"{self._patience:g} s"
         )
 
+    def _published(self, number: int) -> Card | None:
+        if not self._has(f"card/{number}"):
+            return None
+        return Card.from_bytes(self._store().get(f"card/{number}"))
+
+    def _living(self, number: int) -> Card | None:
+        return None if self._is_gone(number) else self._published(number)
+
     def _is_gone(self, number: int) -> bool:
-        return self._place.size is None and self._has(f"gone/{number}")
+        return self._has(f"gone/{number}")
 
     def _has(self, key: str) -> bool:
-        return bool(self._store.check([key]))
+        return bool(self._store().check([key]))
+
+    def _store(self) -> Store:
+        """The part of the store for this round."""
+        if self._world is None:
+            raise ClosedError("the store is gone")
+        if self._round is None:
+            self._round = self._enter_round(self._world)
+        return self._round
+
+    def _enter_round(self, world: Store) -> Store:
+        if self._size is None:
+            return PrefixStore("elastic", world)
+        while True:
+            begun = int(world.add("joined", 1))
+            found = PrefixStore(str((begun - 1) // self._size), world)
+            if not found.check(["failed"]):
+                return found
+
+    @contextmanager
+    def _while_it_lasts(self) -> Iterator[Store | None]:
+        """The store of an elastic world; it may go before its workers do."""
+        try:
+            elastic = self._size is None and self._world is not None
+            yield self._store() if elastic else None
+        except RuntimeError:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Free the store, so that its host can open another at the same port."""
+        self._world = self._round = None

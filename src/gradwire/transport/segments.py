@@ -4,7 +4,7 @@ Fresh pages cost more than the copy, so segments are kept: the sender copies ten
 receiver's tensors live in it, and when the last of them dies the receiver clears the segment's
 flag, which hands it back with no message. The flag is the first word of the segment; the area
 begins at `START`. Segments are memfds, sealed against shrinking; their descriptors go over a Unix
-socket once.
+socket once, and neither side keeps one open.
 
 The first message of a size goes by the stream, and so does everything when segments do not come
 back (the receiver keeps its tensors): then fresh private memory is cheaper.
@@ -23,6 +23,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from ..errors import ProtocolError
 from ..wire.frames import Piece, fill
 
@@ -36,7 +38,11 @@ _WAIT = 10.0  # a descriptor is sent before the frame that needs it: this is gen
 def is_available() -> bool:
     """Whether this system has what segments need."""
     try:
-        os.close(_new_memfd(START))
+        fd = _new_memfd(START)
+        try:
+            Segment(0, fd, 0)
+        finally:
+            os.close(fd)
     except (AttributeError, OSError):
         return False
     return hasattr(socket, "send_fds")
@@ -56,24 +62,44 @@ def _new_memfd(size: int) -> int:
 class Segment:
     """A mapped memfd, with its flag."""
 
-    __slots__ = ("_flag", "id", "map", "size", "used_at")
+    __slots__ = ("_flag", "_memory", "id", "size", "used_at")
 
     def __init__(self, number: int, fd: int, size: int) -> None:
         self.id = number
         self.size = size
-        self.map = mmap.mmap(fd, START + size)
-        self._flag = memoryview(self.map)[:4].cast("I")
         self.used_at = 0.0
+        self._memory = _map(fd, START + size)
+        self._flag = ctypes.c_uint32.from_address(self._memory.data_ptr())
 
     @property
     def is_free(self) -> bool:
-        return not self._flag[0]
+        return not self._flag.value
 
     def take(self) -> None:
-        self._flag[0] = 1
+        self._flag.value = 1
 
     def give_back(self) -> None:
-        self._flag[0] = 0
+        self._flag.value = 0
+
+    def area(self, length: int) -> Any:
+        """The first bytes after the flag, as a buffer. Whoever has it must keep the segment."""
+        return (ctypes.c_char * length).from_address(self._memory.data_ptr() + START)
+
+    def empty(self) -> None:
+        """Give its pages back to the system, until it is used again."""
+        start = ctypes.c_void_p(self._memory.data_ptr())
+        length = ctypes.c_size_t(self._memory.numel())
+        ctypes.CDLL(None).madvise(start, length, mmap.MADV_REMOVE)
+        self.used_at = 0.0
+
+
+def _map(fd: int, length: int) -> torch.Tensor:
+    """The memory of a memfd; unlike `mmap`, torch keeps no descriptor for it."""
+    path = f"/proc/self/fd/{fd}"
+    try:
+        return torch.from_file(path, shared=True, size=length, dtype=torch.uint8)
+    except RuntimeError as error:
+        raise OSError(f"cannot map shared memory: {error}") from error
 
 
 class SegmentPool:
@@ -95,8 +121,13 @@ class SegmentPool:
     def place(self, pieces: Sequence[Piece], length: int) -> Segment | None:
         """A segment that holds these pieces; None if they should go by the stream."""
         segment = self._take(_size_class(length))
-        if segment is not None:
-            fill(segment.map, START, pieces)
+        if segment is None:
+            return None
+        try:
+            fill(segment.area(length), 0, pieces)
+        except BaseException:
+            segment.give_back()
+            raise
         return segment
 
     def trim(self, idle: float) -> None:
@@ -105,8 +136,7 @@ class SegmentPool:
         with self._lock:
             for segment in (s for many in self._by_size.values() for s in many):
                 if segment.is_free and 0 < segment.used_at < limit:
-                    segment.map.madvise(mmap.MADV_REMOVE)
-                    segment.used_at = 0.0
+                    segment.empty()
 
     def _take(self, size: int) -> Segment | None:
         with self._lock:
@@ -164,7 +194,7 @@ class SegmentMap:
         segment = self._known.get(number) or self._receive(number)
         if length > segment.size:
             raise ProtocolError(f"{length} bytes in a segment of {segment.size}")
-        area: Any = (ctypes.c_char * length).from_buffer(segment.map, START)
+        area = segment.area(length)
         area.holder = _Holder(segment)
         return area
 
@@ -190,20 +220,24 @@ class SegmentMap:
             if not sealed or os.fstat(fds[0]).st_size < START + size:
                 raise ProtocolError("segment could shrink under our feet")
             self._known[number] = Segment(number, fds[0], size)
+        except OSError as error:
+            raise ProtocolError(f"segment was not handed over: {error}") from error
         finally:
             os.close(fds[0])
 
 
 class _Holder:
-    """Lives as long as tensors in the segment do."""
+    """Lives as long as tensors in the segment do. In a forked child it is not its business."""
 
-    __slots__ = ("_segment",)
+    __slots__ = ("_process", "_segment")
 
     def __init__(self, segment: Segment) -> None:
         self._segment = segment
+        self._process = os.getpid()
 
     def __del__(self) -> None:
-        self._segment.give_back()
+        if os.getpid() == self._process:
+            self._segment.give_back()
 
 
 def _size_class(length: int) -> int:

@@ -31,7 +31,7 @@ from .handshake import (
 from .links import IncomingLink, OutgoingLink, receive_exactly
 from .poller import Poller
 from .segments import Recycler
-from .streams import Spin
+from .spin import Spin
 
 log = logging.getLogger("gradwire")
 
@@ -51,7 +51,8 @@ class SocketTransport:
         self._options = options
         self._executor = executor
         self._host = addresses.host_identity()
-        self._poller = Poller(executor)
+        self._spin = Spin(options.spin)
+        self._poller = Poller(executor, self._spin)
         self._listeners: list[_Listener] = []
         self._unix = ""
         self._tcp: tuple[str, int] | None = None
@@ -62,7 +63,14 @@ class SocketTransport:
         self._making: dict[int, threading.Lock] = {}
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
         self._closed = False
-        self._listen(rendezvous)
+        self._ticked_at = time.monotonic()
+        try:
+            self._listen(rendezvous)
+        except BaseException:
+            self._poller.close()
+            for listener in self._listeners:
+                listener.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<SocketTransport {self._tcp}: {[*self._out.values()]}>"
@@ -89,7 +97,7 @@ class SocketTransport:
             poller=self._poller,
             receiver=receiver,
             limits=Limits(options.max_body, options.max_bulk),
-            spin=Spin(options.spin),
+            spin=self._spin,
             recycler=Recycler(),
         )
         self._poller.start()
@@ -162,12 +170,7 @@ class SocketTransport:
             except OSError as error:
                 log.debug("no unix sockets here: %s", error)
         where = addresses.bind_address(options, rendezvous)
-        try:
-            tcp = addresses.listen_tcp(where, options.ports)
-        except OSError:
-            for one in self._listeners:
-                one.close()
-            raise
+        tcp = addresses.listen_tcp(where, options.ports)
         self._tcp = addresses.advertised(tcp, options)
         self._listeners.append(_Listener(tcp, self._poller, self._stranger))
 
@@ -283,13 +286,18 @@ class SocketTransport:
 
     def _check_silence(self) -> None:
         beat = self._options.heartbeat
+        now = time.monotonic()
+        slept = now - self._ticked_at > 2 * self._pace()  # stopped, or a machine asleep
+        self._ticked_at = now
         with self._lock:
             links = self._links()
         for link in links:
             channel = link.channel
             if not beat or not link.is_remote or channel is None:
                 continue
-            silence = time.monotonic() - channel.heard_at
+            if slept:
+                channel.heard_at = now  # it was us who could not hear
+            silence = now - channel.heard_at
             if silence > beat:
                 channel.end(TimeoutError(f"nothing heard for {silence:.1f} s"))
 

@@ -21,6 +21,7 @@ from ..wire import memory
 from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
 from ..wire.messages import NOTES
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
+from .spin import Patience, Spin
 
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
@@ -78,7 +79,7 @@ class StreamReader:
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
-        header = parse_header(data[at : at + HEADER.size] if at else data, self._limits)
+        header = parse_header(data, self._limits, at)
         start = at + HEADER.size
         end = start + header.body
         in_stream = header.bulk and not header.segment
@@ -154,6 +155,7 @@ class StreamWriter:
         if segment is None:
             self._write_buffers(_in_stream(call, parcel), deadline)
         else:
+            parcel.bulk = ()  # lets go of its memory before the other side goes on
             self._write_segment(call, parcel, segment, deadline)
 
     def write_bytes(self, data: bytes, deadline: float | None = None) -> None:
@@ -219,39 +221,8 @@ def poll_until(poll: select.poll, deadline: float | None) -> None:
             raise TimeoutError
 
 
-class Spin:
-    """Looking again and again before going to sleep. At most one thread of a worker does."""
-
-    __slots__ = ("_busy", "_seconds")
-
-    def __init__(self, seconds: float) -> None:
-        self._seconds = seconds
-        self._busy = False
-
-    def pull(self, stream: Stream) -> bool:
-        """Try for a little while; whether something came."""
-        if self._busy or not self._seconds:
-            return False
-        self._busy = True
-        pull, now = stream.reader.pull, time.perf_counter
-        end = now() + self._seconds
-        try:
-            while True:
-                try:
-                    pull()
-                except BlockingIOError:
-                    if now() > end:
-                        return False
-                else:
-                    return True
-        finally:
-            self._busy = False
-
-
 class Stream:
     """A socket with frames in both directions."""
-
-    _MOST_SKIPS = 64
 
     def __init__(
         self,
@@ -266,8 +237,7 @@ class Stream:
         self.writer = StreamWriter(sock, waiting)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
-        self._skips = 0  # reads before spinning is tried again
-        self._next_skips = 1
+        self._patience = Patience()
 
     def share_memory(
         self, pool: SegmentPool | None, segments: SegmentMap | None
@@ -281,12 +251,8 @@ class Stream:
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
         """
-        if spin is not None and self._worth_spinning():
-            if spin.pull(self):
-                self._next_skips = 1
-                return
-            self._skips = self._next_skips
-            self._next_skips = min(2 * self._next_skips, self._MOST_SKIPS)
+        if spin is not None and self._patience.look(spin, self._attempt):
+            return
         try:
             self.reader.pull()
         except BlockingIOError:
@@ -299,10 +265,11 @@ class Stream:
             self.read(deadline, spin)
         return frames.popleft()
 
-    def _worth_spinning(self) -> bool:
-        if self._skips:
-            self._skips -= 1
-            return False
+    def _attempt(self) -> bool | None:
+        try:
+            self.reader.pull()
+        except BlockingIOError:
+            return None
         return True
 
     def hang_up(self) -> None:

@@ -1,0 +1,63 @@
+"""Looking again and again for a short while before going to sleep.
+
+Being woken costs more than looking, often by far. But looking costs processor time and the GIL,
+so at most one thread of a worker does it at a time, and each place where it is tried keeps count
+of whether it pays there (`Patience`): where it does not, it is tried ever more rarely.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Spin:
+    """A worker's permission to spin."""
+
+    __slots__ = ("_busy", "_seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._busy = False
+
+    def look(self, attempt: Callable[[], T | None]) -> T | None:
+        """What `attempt` finds within a short while; None if nothing, or if another spins."""
+        if self._busy or not self._seconds:
+            return None
+        self._busy = True
+        now = time.perf_counter
+        end = now() + self._seconds
+        try:
+            while (found := attempt()) is None:
+                if now() > end:
+                    return None
+            return found
+        finally:
+            self._busy = False
+
+
+class Patience:
+    """Whether to try spinning in one place."""
+
+    __slots__ = ("_next_skips", "_skips")
+    _MOST_SKIPS = 64
+
+    def __init__(self) -> None:
+        self._skips = 0
+        self._next_skips = 1
+
+    def look(self, spin: Spin, attempt: Callable[[], T | None]) -> T | None:
+        """What spinning finds; None at once where it has not paid lately."""
+        if self._skips:
+            self._skips -= 1
+            return None
+        found = spin.look(attempt)
+        if found is None:
+            self._skips = self._next_skips
+            self._next_skips = min(2 * self._next_skips, self._MOST_SKIPS)
+        else:
+            self._next_skips = 1
+        return found

@@ -1,0 +1,115 @@
+"""Workers in this process that talk by sockets, as workers in processes would.
+
+They meet in a store in memory, all at the same time, because joining blocks until all
+are there. What they run for others runs as them: `gw.rpc_sync` in it is their own.
+"""
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from torch.distributed import HashStore, Store
+
+from gradwire.api import enter
+from gradwire.events import Event
+from gradwire.options import Options
+from gradwire.transport.rendezvous import Place
+from gradwire.worker import Worker, open_worker
+
+T = TypeVar("T")
+
+LIMIT = 20.0
+"""Seconds after which what a test waits for will not come any more."""
+
+
+def together(*functions: Callable[[], T]) -> list[T]:
+    """What the functions return, run at the same time; raises what one of them raised."""
+    results: dict[int, T] = {}
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as error:  # noqa: BLE001 raised below
+            errors.append(error)
+
+    threads = [
+        threading.Thread(target=run, args=(i,), daemon=True)
+        for i in range(len(functions))
+    ]
+    for thread in threads:
+        thread.start()
+    deadline = time.monotonic() + LIMIT
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    if errors:
+        raise errors[0]
+    hanging = [i for i, thread in enumerate(threads) if thread.is_alive()]
+    assert not hanging, f"functions {hanging} of {len(functions)} hang"
+    return [results[i] for i in range(len(functions))]
+
+
+def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:
+    """Look until a condition holds, for what no event tells."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to be"
+        time.sleep(0.005)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def join_world(name: str, place: Place, **options: Any) -> Worker:
+    """A worker in the world at `place`; blocks until the others are there too."""
+    return open_worker(name, place, Options(**options), enter)
+
+
+def open_world(
+    size: int,
+    *,
+    store: Store | None = None,
+    apart: dict[int, dict[str, Any]] | None = None,
+    **options: Any,
+) -> list[Worker]:
+    """Workers `worker0`, `worker1`, …; `apart` has options of single workers."""
+    meet = HashStore() if store is None else store
+
+    def joiner(rank: int) -> Callable[[], Worker]:
+        own = {**options, **(apart or {}).get(rank, {})}
+        place = Place(meet, rank, size, None)
+        return lambda: join_world(f"worker{rank}", place, **own)
+
+    return together(*map(joiner, range(size)))
+
+
+def close_world(workers: list[Worker], *, graceful: bool = True) -> None:
+    """Shut all of them down, at the same time."""
+    together(*(lambda w=w: w.shutdown(graceful) for w in workers))  # type: ignore[misc]
+
+
+def vanish(worker: Worker) -> None:
+    """Make a worker go without a goodbye, as a killed process would."""
+    worker._meeting = None  # nothing is told to the store either
+    worker._agent.gone = Event("gone")
+    for link in worker._transport._links():
+        link.close(goodbye=False)
+    worker.close()
+
+
+@contextmanager
+def socket_world(size: int, **options: Any) -> Iterator[list[Worker]]:
+    """Workers as `open_world` makes them, shut down in the end."""
+    workers = open_world(size, **options)
+    try:
+        yield workers
+    except BaseException:
+        close_world(workers, graceful=False)
+        raise
+    close_world(workers)
