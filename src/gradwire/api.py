@@ -177,8 +177,9 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
     pickle like all others.
     """
     _reducers[kind] = reducer
-    if _process is not None:
-        _process.register_reducer(kind, reducer)
+    for worker in (getattr(_thread, "worker", None), _process):
+        if worker is not None:
+            worker.register_reducer(kind, reducer)
 
 
 def enter(worker: Worker | None) -> Worker | None:

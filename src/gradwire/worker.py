@@ -18,7 +18,7 @@ from .rpc.collectives import Collectives
 from .rpc.futures import CallFuture
 from .rpc.messages import GREETING, Greeting
 from .rpc.runner import Runner
-from .threads import Executor
+from .threads import Executor, ShorterTurns
 from .transport.base import Card, Transport
 from .transport.rendezvous import Meeting, Place
 from .transport.sockets import SocketTransport
@@ -59,6 +59,7 @@ class Worker:
             raise
         self.card = self._transport.card(name, number, main_fingerprint())
         self._meeting: Meeting | None = None
+        self._turns = ShorterTurns(options.switch_interval)
         self._closed = False
         self._codec = Codec(
             Limits(options.max_body, options.max_bulk),
@@ -205,6 +206,7 @@ class Worker:
         self._agent.close()
         self._transport.close()
         self._executor.close()
+        self._turns.close()
         if not self._executor.join(_CLOSE):
             log.warning("worker %r: functions still run after shutdown", self.name)
 
@@ -226,7 +228,6 @@ def open_worker(
     """
     check_name(name)
     meeting = Meeting(place, options)
-    key = meeting.key()
     worker = Worker(
         name,
         meeting.number(),
@@ -235,6 +236,7 @@ def open_worker(
         on_thread=on_thread,
     )
     try:
+        key = meeting.key()
         worker.start(meeting.join(worker.card), key, meeting)
         if meeting.is_elastic:
             worker.greet()

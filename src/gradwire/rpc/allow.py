@@ -38,9 +38,9 @@ class AllowList:
         Raises:
             NotAllowedError: it is not on the list.
         """
-        if name in self._functions:
-            return
         if isinstance(name, str):
+            if name in self._functions:
+                return
             module, _, function = name.partition(":")
             parts = function.split(".")
             if module in self._modules and not any(p.startswith("_") for p in parts):

@@ -6,6 +6,7 @@ user code. A call ends once: by its answer, by its deadline, or with the worker 
 
 from __future__ import annotations
 
+import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -21,23 +22,10 @@ from ..wire.functions import describe
 from ..wire.messages import Call, Failure
 from . import modes
 from .calls import CallsInFlight, Pending
-from .futures import CallFuture
+from .futures import CallFuture, Fate
 from .peers import Peer
 
 _FOR_EVER = float("inf")
-
-
-class _About:
-    """A call in words, made up only when needed."""
-
-    __slots__ = ("what", "worker")
-
-    def __init__(self, what: Any, worker: str) -> None:
-        self.what = what
-        self.worker = worker
-
-    def __str__(self) -> str:
-        return f"call of {describe(self.what)} on worker {self.worker!r}"
 
 
 class Caller:
@@ -60,6 +48,7 @@ class Caller:
         self._transport = transport
         self._codec = codec
         self._deliver = deliver
+        self._attend = self._wait_for  # one bound method for all futures
         self._lock = threading.Lock()
         self._calls = CallsInFlight()
         self._exchanging = 0  # calls under way by lanes
@@ -105,7 +94,7 @@ class Caller:
         seconds = self._seconds(timeout)
         deadline = time.monotonic() + seconds if seconds else _FOR_EVER
         call = peer.next_call()
-        future = CallFuture(call, peer.id, self._attend, _About(what, peer.name))
+        future = CallFuture(call, peer.id, self._attend, Fate(what, peer.name))
         with self._lock:
             self._calls.started(Pending(call, peer.id, seconds, deadline, future))
             sooner = deadline < self._alarm
@@ -124,7 +113,7 @@ class Caller:
             return  # too late, or repeated
         future = pending.answer
         try:
-            value = self._open(peer, future.about.what, frame)
+            value = self._open(peer, future.fate.what, frame)
         except Exception as error:  # noqa: BLE001 user code
             future.set_exception(error)
         else:
@@ -135,7 +124,7 @@ class Caller:
         with self._lock:
             orphans = self._calls.worker_lost(worker)
         for pending in orphans:
-            error = WorkerLostError(pending.answer.about.worker, reason)
+            error = WorkerLostError(pending.answer.fate.worker, reason)
             pending.answer.set_exception(error)
 
     def close(self) -> None:
@@ -148,7 +137,7 @@ class Caller:
     def wait_quiet(self) -> None:
         """Wait until nothing is in flight from here."""
         for pending in self._calls:
-            self._attend(pending.answer, None)
+            self._wait_for(pending.answer, None)
         while self._exchanging:
             time.sleep(0.001)  # other threads of this process; each ends by itself
 
@@ -157,10 +146,16 @@ class Caller:
             raise TypeError(f"{func!r} cannot be called: give a function")
         if args is not None and not isinstance(args, (tuple, list)):
             raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
+        if kwargs is not None and not isinstance(kwargs, dict):
+            raise TypeError(
+                f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}"
+            )
         call = Call(func, tuple(args or ()), dict(kwargs or {}), modes.capture())
         try:
             return self._codec.call(call, peer.manner)
-        except RecursionError as error:
+        except (RecursionError, pickle.PicklingError) as error:
+            if "recursion" not in str(error):
+                raise
             raise TypeError(f"arguments of {describe(func)} nest too deep") from error
 
     def _seconds(self, timeout: float | None) -> float:
@@ -186,7 +181,7 @@ class Caller:
         if pending is not None:
             pending.answer.set_exception(error)
 
-    def _attend(self, future: CallFuture, deadline: float | None) -> None:
+    def _wait_for(self, future: CallFuture, deadline: float | None) -> None:
         """Wait until a future is done, or the deadline."""
         while not future.done():
             if deadline is not None and time.monotonic() >= deadline:
@@ -223,8 +218,8 @@ class Caller:
         if self._alarm < _FOR_EVER:
             self._executor.call_at(self._alarm, self._expire)
         for pending in late:
-            about = pending.answer.about
-            error = CallTimeout(describe(about.what), about.worker, pending.timeout)
+            fate = pending.answer.fate
+            error = CallTimeout(describe(fate.what), fate.worker, pending.timeout)
             pending.answer.set_exception(error)
 
     def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:

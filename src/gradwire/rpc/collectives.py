@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+from collections import Counter
 from typing import Any
 
 import torch
@@ -34,37 +35,49 @@ class Collectives:
 
     def all_gather(self, value: Any, timeout: float | None = None) -> dict[str, Any]:
         """What every worker gave, by name. All workers call it, in the same order."""
-        return self._gather(f"user/{next(self._numbers)}", value, timeout)
+        key = f"user/{next(self._numbers)}"
+        return self._gather(self._collector(), key, value, timeout)
 
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all workers are here."""
         self.all_gather(None, timeout)
 
     def settle(self, timeout: float | None) -> None:
-        """Wait until all workers want to end and no call is under way anywhere."""
+        """Wait until all workers want to end and no call is under way anywhere.
+
+        That is so when each was quiet in two rounds and started no call from one to the other. The
+        count is taken before the quiet: whatever it includes has then ended.
+        """
         before: dict[str, int] = {}
-        for attempt in itertools.count():
+        rounds: Counter[int] = Counter()  # by collector: each begins anew, for all
+        while True:
+            started = self._agent.caller.started
             self._agent.caller.wait_quiet()
+            collector = self._collector()
+            key = f"end/{collector}/{rounds[collector]}"
+            rounds[collector] += 1
             try:
-                now = self._gather(
-                    f"end/{attempt}", self._agent.caller.started, timeout
-                )
+                now = self._gather(collector, key, started, timeout)
             except WorkerLostError:
                 now = {}  # another collects next time
             if now and now == before:
                 return
             before = now
 
-    def _gather(self, key: str, value: Any, timeout: float | None) -> dict[str, Any]:
-        collector = self._agent.members.cards()[0].id
+    def _collector(self) -> int:
+        return self._agent.members.cards()[0].id
+
+    def _gather(
+        self, collector: int, key: str, value: Any, timeout: float | None
+    ) -> dict[str, Any]:
         message = Gather(key, value)
         parts = self._agent.request(collector, message, timeout).wait()
         return {self._agent.members.name(worker): part for worker, part in parts}
 
     def _part_came(self, sender: int, message: Gather) -> Later:
         future: torch.futures.Future[Any] = torch.futures.Future()
-        expected = {card.id for card in self._agent.members.cards()}
-        with self._lock:
+        with self._lock:  # also for who is there: `_worker_gone` comes before or after
+            expected = {card.id for card in self._agent.members.cards()}
             complete = self._gatherings.part_came(
                 message.key, sender, message.value, expected=expected, waiter=future
             )

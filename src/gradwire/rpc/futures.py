@@ -5,37 +5,47 @@ nobody ever looked at is logged once, when the future goes away.
 
 `torch.futures.Future` is a public class; subclassing it is what torch's own users do. `then` and
 `add_done_callback` count as looking.
+
+Private torch name used here, and what breaks without it: `Future._set_unwrap_func`, which torch's
+own `set_exception` uses to have C++ raise one and the same exception object at every look. That
+object gets the frames it went through, they hold the future, and C++ holds the object, where no
+garbage collector sees it: every failed call would stay in memory for good. Here each look raises a
+copy, and looks by way of `torch.futures.wait_all` are noticed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Coroutine, Generator
 from typing import Any
 
 import torch.futures
+
+from ..errors import ClosedError
+from ..wire.functions import describe
 
 log = logging.getLogger("gradwire")
 
 Attend = Callable[["CallFuture", float | None], None]
 
 
-class CallFuture(torch.futures.Future[Any]):
-    """The result of a call, when it comes. `about` says what was called, for error texts."""
+_NONE_YET = object()
 
-    def __init__(self, call: int, to: int, attend: Attend, about: Any) -> None:
+
+class CallFuture(torch.futures.Future[Any]):
+    """The result of a call, when it comes."""
+
+    def __init__(self, call: int, to: int, attend: Attend, fate: Fate) -> None:
         super().__init__()
         self.call = call
         self.to = to
+        self.fate = fate
         self._attend = attend
-        self._fate = _Fate(about)
-
-    @property
-    def about(self) -> Any:
-        return self._fate.about
+        self._result: Any = _NONE_YET
 
     def wait(self, timeout: float | None = None) -> Any:
         """The result.
@@ -44,56 +54,87 @@ class CallFuture(torch.futures.Future[Any]):
             TimeoutError: it did not come in time. The call goes on; wait again if you like.
             Exception: what the call raised.
         """
-        self._fate.seen = True
+        self.fate.seen = True
+        if (
+            self._result is not _NONE_YET
+        ):  # torch's way lets go of the GIL: that can take long
+            return self._result
         if not self.done():
             deadline = None if timeout is None else time.monotonic() + timeout
             self._attend(self, deadline)
             if not self.done():
-                raise TimeoutError(f"{self.about}: no result after {timeout or 0:g} s")
+                raise TimeoutError(f"{self.fate}: no result after {timeout or 0:g} s")
         return super().wait()
 
+    def done(self) -> bool:
+        return self._result is not _NONE_YET or super().done()
+
+    def set_result(self, result: Any) -> None:
+        self._result = result
+        super().set_result(result)
+
     def value(self) -> Any:
-        self._fate.seen = True
-        return super().value()
+        self.fate.seen = True
+        return super().value() if self._result is _NONE_YET else self._result
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
-        self._fate.seen = True
+        self.fate.seen = True
         return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
-        self._fate.seen = True
+        self.fate.seen = True
         super().add_done_callback(callback)
 
     def on_done(self, wake: Callable[[], None]) -> None:
         """Be woken at the end, without having looked at the result."""
         super().add_done_callback(lambda _: wake())
 
-    def set_exception(self, result: Any) -> None:
-        self._fate.error = result
-        super().set_exception(result)
+    def set_exception(self, result: Exception) -> None:
+        fate = self.fate
+        fate.error = result.with_traceback(None)  # its frames hold this future
+
+        def look(_: Any) -> None:
+            fate.seen = True
+            raise _copy(result)
+
+        self._set_unwrap_func(look)
+        super().set_result(None)
 
     def __await__(self) -> Generator[Any, None, Any]:
-        self._fate.seen = True
+        self.fate.seen = True
         return _awaited(self).__await__()
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "pending"
-        return f"<CallFuture of {self.about}: {state}>"
+        return f"<CallFuture of {self.fate}: {state}>"
 
 
-class _Fate:
-    """What became of a call; lives exactly as long as its future."""
+class Fate:
+    """What was called and what became of it; lives exactly as long as the future."""
 
-    __slots__ = ("about", "error", "seen")
+    __slots__ = ("error", "seen", "what", "worker")
 
-    def __init__(self, about: Any) -> None:
-        self.about = about
+    def __init__(self, what: Any, worker: str) -> None:
+        self.what = what
+        self.worker = worker
         self.error: BaseException | None = None
         self.seen = False
 
+    def __str__(self) -> str:
+        return f"call of {describe(self.what)} on worker {self.worker!r}"
+
     def __del__(self) -> None:
         if self.error is not None and not self.seen:
-            log.warning("%s failed and nobody looked: %r", self.about, self.error)
+            log.warning("%s failed and nobody looked: %r", self, self.error)
+
+
+def _copy(error: Exception) -> Exception:
+    try:
+        twin = copy.copy(error)
+    except Exception:  # noqa: BLE001 user code
+        return error
+    twin.__cause__ = error.__cause__
+    return twin
 
 
 async def _awaited(future: CallFuture) -> Any:
@@ -128,28 +169,52 @@ class Loops:
     def __init__(self, host: Callable[[Callable[[], object]], None]) -> None:
         self._host = host
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[Any] = (
+            set()
+        )  # a loop holds what it runs by weak references only
+        self._closed = False
         self._lock = threading.Lock()
 
-    def run(self, coroutine: Any) -> torch.futures.Future[Any]:
-        """Start a coroutine; its result as a future."""
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> torch.futures.Future[Any]:
+        """Start a coroutine; its result as a future.
+
+        Raises:
+            ClosedError: too late.
+        """
         future: torch.futures.Future[Any] = torch.futures.Future()
-        asyncio_future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
-        asyncio_future.add_done_callback(lambda done: settle(future, done.result))
+        with self._lock:  # the loop is not stopped meanwhile
+            if self._closed:
+                coroutine.close()
+                raise ClosedError("this worker was shut down")
+            task = asyncio.run_coroutine_threadsafe(
+                _contained(coroutine), self._running()
+            )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: settle(future, done.result))
         return future
 
     def close(self) -> None:
         with self._lock:
+            self._closed = True
             loop, self._loop = self._loop, None
         if loop is not None:
             loop.call_soon_threadsafe(loop.stop)
 
     def _running(self) -> asyncio.AbstractEventLoop:
-        with self._lock:
-            if self._loop is None:
-                self._loop = asyncio.new_event_loop()
-                loop = self._loop
-                self._host(lambda: _run_loop(loop))
-            return self._loop
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            loop = self._loop
+            self._host(lambda: _run_loop(loop))
+        return self._loop
+
+
+async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What it returns or raises; but a `SystemExit` would end the loop, for all that run in it."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -157,7 +222,9 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     try:
         loop.run_forever()
     finally:
-        for task in asyncio.all_tasks(loop):
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
             task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
         loop.run_until_complete(loop.shutdown_asyncgens())
         loop.close()

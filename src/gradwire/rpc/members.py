@@ -43,7 +43,7 @@ class Members:
                     del self._by_name[card.name]
             return card
 
-    def find(self, to: str | int | WorkerInfo) -> Card:
+    def find(self, to: object) -> Card:
         """The card of a worker by name, id or info.
 
         Raises:
@@ -51,7 +51,7 @@ class Members:
             ValueError: there never was one; says who is there.
             TypeError: that is no way to name a worker.
         """
-        if type(to) is str:
+        if isinstance(to, str):
             card = self._by_name.get(to)
         elif isinstance(to, WorkerInfo):
             card = self._cards.get(to.id)
@@ -77,7 +77,7 @@ class Members:
         with self._lock:
             return sorted(self._cards.values(), key=lambda card: card.id)
 
-    def _unknown(self, to: str | int | WorkerInfo) -> Exception:
+    def _unknown(self, to: object) -> Exception:
         for number, (name, reason) in reversed(self._gone.items()):
             if to in (number, name, (name, number)):
                 return WorkerLostError(name, reason)

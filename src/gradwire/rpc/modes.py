@@ -5,8 +5,9 @@ The usual modes are None, which costs nothing to send or to apply.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager
+from types import coroutine
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ def capture() -> Modes | None:
     """This thread's modes; None for the usual ones."""
     usual = (
         torch.is_grad_enabled()
+        and not torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_autocast_enabled("cuda")
     )
     if usual:
         return None
     casts = tuple(
-        (device, str(torch.get_autocast_dtype(device)).removeprefix("torch."))
+        (device, torch.get_autocast_dtype(device))
         for device in _AUTOCAST_DEVICES
         if torch.is_autocast_enabled(device)
     )
@@ -44,6 +46,23 @@ def applied(modes: Modes) -> Iterator[None]:
             stack.enter_context(torch.inference_mode())
         stack.enter_context(torch.set_grad_enabled(grad))
         for device, dtype in casts:
-            cast = torch.autocast(device, getattr(torch, dtype), cache_enabled=cache)
+            cast = torch.autocast(device, dtype, cache_enabled=cache)
             stack.enter_context(cast)
         yield
+
+
+@coroutine
+def carried(steps: Coroutine[Any, Any, Any], modes: Modes) -> Generator[Any, Any, Any]:
+    """A coroutine with another worker's modes, in its own steps and in no one else's."""
+    resume: tuple[Callable[[Any], Any], Any] = steps.send, None
+    while True:
+        step, argument = resume
+        try:
+            with applied(modes):
+                awaited = step(argument)
+        except StopIteration as end:
+            return end.value
+        try:
+            resume = steps.send, (yield awaited)
+        except BaseException as error:  # noqa: BLE001 the coroutine's to handle
+            resume = steps.throw, error

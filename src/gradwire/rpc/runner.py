@@ -21,7 +21,7 @@ class Later:
 
     __slots__ = ("future",)
 
-    def __init__(self, future: torch.futures.Future[Any]) -> None:
+    def __init__(self, future: torch.Future[Any]) -> None:
         self.future = future
 
 
@@ -49,9 +49,10 @@ class Runner:
             with modes.applied(call.modes):
                 value = function(*call.args, **call.kwargs)
         if type(value) is types.CoroutineType:
-            return Later(self._loops.run(value))
+            steps = value if call.modes is None else modes.carried(value, call.modes)
+            return Later(self._loops.run(steps))
         if is_async_execution(function):
-            if not isinstance(value, torch.futures.Future):
+            if not isinstance(value, torch.Future):  # what `then` returns is no more
                 raise TypeError(
                     f"{describe(function)} is marked async_execution and must return a "
                     f"torch.futures.Future, but returned {type(value).__qualname__}"
@@ -62,12 +63,10 @@ class Runner:
     def close(self) -> None:
         self._loops.close()
 
-    def _find(self, function: Any) -> Callable[..., Any]:
-        if not isinstance(function, str):
-            return function  # type: ignore[no-any-return]
+    def _find(self, function: Any) -> Any:
         if self._allow is None:
-            return resolve(function)  # type: ignore[no-any-return]
+            return resolve(function) if isinstance(function, str) else function
         self._allow.check(function)
         found = resolve(function)
         self._allow.check_resolved(function, found)
-        return found  # type: ignore[no-any-return]
+        return found
