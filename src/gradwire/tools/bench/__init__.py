@@ -1,0 +1,1 @@
+"""Gradwire beside torch RPC, in one run: `python -m gradwire.tools.bench`."""

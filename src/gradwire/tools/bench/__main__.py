@@ -1,0 +1,64 @@
+"""The command: `python -m gradwire.tools.bench [--rounds N] [--only WORD] [--json FILE]`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import socket
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import Progress
+
+from .contender import WAYS, Contender
+from .report import Samples, show, summarize
+from .tasks import TASKS
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="gradwire bench", description=__doc__)
+    parser.add_argument("--rounds", type=int, default=5, help="slices of each task")
+    parser.add_argument("--only", default="", help="tasks whose name has this in it")
+    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--json", type=Path, default=Path("bench.json"))
+    arguments = parser.parse_args()
+    tasks = [task.name for task in TASKS if arguments.only in task.name]
+    if not tasks:
+        names = ", ".join(repr(task.name) for task in TASKS)
+        parser.error(f"--only {arguments.only!r} is part of none of {names}")
+    samples = _measure(tasks, arguments.ways, arguments.rounds)
+    summary = summarize(samples)
+    console = Console(width=None if sys.stdout.isatty() else 120)
+    show(summary, console)
+    arguments.json.write_text(json.dumps(summary, indent=1))
+    console.print(f"written to {arguments.json}")
+
+
+def _measure(tasks: list[str], ways: list[str], rounds: int) -> Samples:
+    samples: Samples = {task: {way: [] for way in ways} for task in tasks}
+    contenders: list[Contender] = []
+    try:
+        contenders += [Contender(way, _free_port()) for way in ways]
+        with Progress(transient=True) as progress:
+            bar = progress.add_task("measuring", total=rounds * len(tasks) * len(ways))
+            for _ in range(rounds):
+                for task in tasks:
+                    for contender in random.sample(contenders, len(contenders)):
+                        sample = contender.measure(task)
+                        samples[task][contender.way].append(sample)
+                        progress.advance(bar)
+    finally:
+        for contender in contenders:
+            contender.close()
+    return samples
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+main()

@@ -1,0 +1,51 @@
+"""What the benchmarks call on the other worker."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch
+
+_given: dict[int, torch.Tensor] = {}
+_busy = threading.Event()
+
+
+def nothing() -> None:
+    return None
+
+
+def add(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a + b
+
+
+def take(x: torch.Tensor) -> None:
+    return None
+
+
+def give(length: int) -> torch.Tensor:
+    """The same tensor each time: making it is not what is measured."""
+    if length not in _given:
+        _given.clear()
+        _given[length] = torch.ones(length, dtype=torch.uint8)
+    return _given[length]
+
+
+def start_busy_thread() -> None:
+    """A thread that computes in Python, as a server's own work would."""
+    _busy.set()
+
+    def compute() -> None:
+        count = 0
+        while _busy.is_set():
+            count += 1
+
+    threading.Thread(target=compute, daemon=True).start()
+
+
+def stop_busy_thread() -> None:
+    _busy.clear()
+
+
+def cpu_seconds() -> float:
+    return time.process_time()

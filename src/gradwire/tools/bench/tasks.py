@@ -1,0 +1,134 @@
+"""What is measured, inside the calling worker. Each task returns seconds, lower is better.
+
+A task is run in short slices, alternating between the contenders, so that a slow minute of the
+machine hits all of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import torch
+
+from . import functions
+
+Call = Callable[[Any, tuple[Any, ...]], Any]
+Sample = dict[str, float]
+
+MB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Caller:
+    """One way to call the other worker."""
+
+    sync: Call
+    start: Call
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Something to measure, and the ratio to torch that we promise."""
+
+    name: str
+    run: Callable[[Caller], Sample]
+    goal: float | None = None
+    tcp_goal: float | None = None
+    unit: str = "µs"
+
+
+def _each(call: Callable[[], object], count: int) -> list[float]:
+    times = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def _summary(times: list[float]) -> Sample:
+    ordered = sorted(times)
+    p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
+    return {"median": median(ordered), "p99": p99}
+
+
+def _latency(
+    func: Any, args: tuple[Any, ...], count: int
+) -> Callable[[Caller], Sample]:
+    def run(caller: Caller) -> Sample:
+        _each(lambda: caller.sync(func, args), 10)
+        here, there = time.process_time(), caller.sync(functions.cpu_seconds, ())
+        times = _each(lambda: caller.sync(func, args), count)
+        here = time.process_time() - here
+        there = caller.sync(functions.cpu_seconds, ()) - there
+        return {**_summary(times), "cpu": (here + there) / count}
+
+    return run
+
+
+def _outstanding(caller: Caller, count: int = 2000) -> Sample:
+    a, b = torch.ones(3, 3), torch.ones(3, 3)
+    begin = time.perf_counter()
+    futures = [caller.start(functions.add, (a, b)) for _ in range(count)]
+    for future in futures:
+        future.wait()
+    return {"median": (time.perf_counter() - begin) / count}
+
+
+def _one_async(caller: Caller, count: int = 300) -> Sample:
+    a, b = torch.ones(3, 3), torch.ones(3, 3)
+    return _summary(_each(lambda: caller.start(functions.add, (a, b)).wait(), count))
+
+
+def _send(length: int, count: int) -> Callable[[Caller], Sample]:
+    def run(caller: Caller) -> Sample:
+        x = torch.ones(length, dtype=torch.uint8)
+        _each(lambda: caller.sync(functions.take, (x,)), 3)
+        return _summary(_each(lambda: caller.sync(functions.take, (x,)), count))
+
+    return run
+
+
+def _receive(length: int, count: int) -> Callable[[Caller], Sample]:
+    def run(caller: Caller) -> Sample:
+        _each(lambda: caller.sync(functions.give, (length,)), 3)
+        return _summary(_each(lambda: caller.sync(functions.give, (length,)), count))
+
+    return run
+
+
+def _busy(caller: Caller) -> Sample:
+    caller.sync(functions.start_busy_thread, ())
+    try:
+        end = time.perf_counter() + 1.5
+        times = []
+        while time.perf_counter() < end:
+            times += _each(lambda: caller.sync(functions.nothing, ()), 1)
+    finally:
+        caller.sync(functions.stop_busy_thread, ())
+    return _summary(times)
+
+
+def _tensors() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.ones(3, 3), torch.ones(3, 3)
+
+
+TASKS = [
+    Task("no-op call", _latency(functions.nothing, (), 400), 8, 7),
+    Task("3×3 tensor add", _latency(functions.add, _tensors(), 400), 6),
+    Task("one asynchronous add at a time", _one_async),
+    Task("2,000 outstanding adds, each", _outstanding, 8),
+    Task("no-op, busy thread on the server", _busy),
+    Task("send 1 MB", _send(MB, 40), 2.5),
+    Task("receive 1 MB", _receive(MB, 40), 2.5),
+    Task("send 16 MB", _send(16 * MB, 15), 1.8),
+    Task("receive 16 MB", _receive(16 * MB, 15), 1.8),
+    Task("send 64 MB", _send(64 * MB, 5), 5, 1.2, "ms"),
+    Task("receive 64 MB", _receive(64 * MB, 5), 5, 1.2, "ms"),
+    Task("send 256 MB", _send(256 * MB, 3), 5, None, "ms"),
+    Task("receive 256 MB", _receive(256 * MB, 3), 5, None, "ms"),
+]
