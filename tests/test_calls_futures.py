@@ -424,7 +424,6 @@ def test_coroutines_under_way_are_cancelled_when_their_worker_goes(
     assert "Task was destroyed" not in caplog.text
 
 
-@pytest.mark.xfail(reason="rpc/agent.py answers with the cancellation when closed")
 def test_a_worker_that_leaves_does_not_blame_the_coroutines_it_cancels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

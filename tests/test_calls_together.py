@@ -246,7 +246,6 @@ def test_a_name_can_be_used_again_by_another_worker() -> None:
                 first.rpc_sync(1, add, (1, 2))
 
 
-@pytest.mark.xfail(reason="rpc/agent.py asks for strangers only, not for the lost")
 def test_a_successor_can_be_called_before_it_has_said_anything() -> None:
     board = Board()
     with board.join("first", 0) as first:
@@ -385,7 +384,6 @@ def take_long() -> str:
     return "ended well"
 
 
-@pytest.mark.xfail(reason="rpc/caller.py counts a call before it is in its table")
 def test_all_wait_at_the_end_for_a_call_that_is_slow_to_get_going() -> None:
     second_round.clear()
     third_round.clear()

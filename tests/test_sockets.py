@@ -10,6 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -500,6 +501,15 @@ def pass_gate(x: Any) -> Any:
 
 def descriptors() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def test_all_threads_that_wait_for_one_answer_get_it(gate: Gate) -> None:
+    with socket_world(2) as workers, ThreadPoolExecutor(4) as threads:
+        future = workers[0].rpc_async("worker1", pass_gate, (7,))
+        waits = [threads.submit(future.wait, LIMIT) for _ in range(4)]
+        assert gate.entered.acquire(timeout=LIMIT)
+        gate.opened.set()
+        assert [wait.result(LIMIT / 2) for wait in waits] == [7] * 4
 
 
 def test_a_call_that_takes_too_long_says_what_and_where(gate: Gate) -> None:

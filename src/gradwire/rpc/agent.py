@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from ..errors import ClosedError, ProtocolError
+from ..errors import ClosedError, ProtocolError, WorkerLostError
 from ..events import Event
 from ..ids import WorkerInfo
 from ..options import Options
@@ -106,11 +106,12 @@ class Agent:
             raise ClosedError(f"worker {self.me.name!r} is shut down")
         try:
             card = self.members.find(to)
-        except ValueError:
+        except (ValueError, WorkerLostError):
             newcomer = self.directory.find(to) if isinstance(to, str) else None
-            if newcomer is None:
-                raise
-            self.add_member(newcomer)
+            if newcomer is not None:
+                self.add_member(newcomer)
+            if newcomer is None or self.members.get(newcomer.id) is None:
+                raise  # nobody, or the directory still lists the one that is gone
             card = newcomer
         return self._peers[card.id]
 
@@ -212,6 +213,8 @@ class Agent:
             return self._codec.failure(refusal, peer.manner)
 
     def _reply(self, peer: Peer, call: int, parcel: Parcel) -> None:
+        if self._closed:
+            return  # that we have left is the answer to all that was under way
         if peer.id == self.me.id:
             self.caller.complete(peer, parcel.arrive(call))
         else:

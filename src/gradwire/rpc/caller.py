@@ -51,6 +51,7 @@ class Caller:
         self._attend = self._wait_for  # one bound method for all futures
         self._lock = threading.Lock()
         self._calls = CallsInFlight()
+        self._readers: dict[int, int] = {}  # by call, the thread that reads for it
         self._exchanging = 0  # calls under way by lanes
         self._alarm = _FOR_EVER
 
@@ -83,19 +84,24 @@ class Caller:
     ) -> CallFuture:
         """Call; the future of the result."""
         parcel = self._encode(peer, func, args, kwargs)
-        with self._lock:
-            self.started += 1
-        return self.post(peer, parcel, func, timeout)
+        return self.post(peer, parcel, func, timeout, calls=1)
 
     def post(
-        self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        *,
+        calls: int = 0,
     ) -> CallFuture:
-        """Send a request; the future of its answer."""
+        """Send a request; the future of its answer. It counts as so many calls of a user."""
         seconds = self._seconds(timeout)
         deadline = time.monotonic() + seconds if seconds else _FOR_EVER
         call = peer.next_call()
         future = CallFuture(call, peer.id, self._attend, Fate(what, peer.name))
         with self._lock:
+            self.started += calls
             self._calls.started(Pending(call, peer.id, seconds, deadline, future))
             sooner = deadline < self._alarm
             if sooner:
@@ -189,10 +195,20 @@ class Caller:
             until = min(self._deadline_of(future), deadline or _FOR_EVER)
             limit = None if until == _FOR_EVER else until
             if future.to != self._me:
-                self._transport.attend(future.to, future.call, future.done, limit)
+                self._read_for(future, limit)
             self._expire()
             if not future.done():
                 self._sleep(future, limit)
+
+    def _read_for(self, future: CallFuture, deadline: float | None) -> None:
+        """Take part in the reading: one of the threads that wait for a future does."""
+        me = threading.get_ident()
+        if self._readers.setdefault(future.call, me) != me:
+            return
+        try:
+            self._transport.attend(future.to, future.call, future.done, deadline)
+        finally:
+            del self._readers[future.call]
 
     def _sleep(self, future: CallFuture, deadline: float | None) -> None:
         """Wait where there is no connection to read from."""

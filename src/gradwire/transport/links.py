@@ -110,9 +110,7 @@ class OutgoingLink:
         limit = time.monotonic() - _LANE_IDLE
         while len(self._free) > 1:
             try:
-                lane = self._free.pop(
-                    0
-                )  # the one unused the longest: taken from the end
+                lane = self._free.pop(0)  # lanes are taken from the other end
             except IndexError:
                 break
             if lane.idle_since > limit:
