@@ -68,7 +68,7 @@ class Options:
     """Use Unix sockets between workers of one host."""
     shared_memory: bool = _from_env("SHARED_MEMORY", _flag, True)
     """Move large tensors through shared memory between workers of one host."""
-    spin: float = _from_env("SPIN", float, 120e-6)
+    spin: float = _from_env("SPIN", float, 200e-6)
     """How long to poll for an answer before sleeping; 0 never polls."""
     switch_interval: float = _from_env("SWITCH_INTERVAL", float, 5e-4)
     """How long another Python thread may keep a call waiting; 0 leaves Python's own (5 ms)."""

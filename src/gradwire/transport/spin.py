@@ -42,12 +42,14 @@ class Spin:
 class Patience:
     """Whether to try spinning in one place."""
 
-    __slots__ = ("_next_skips", "_skips")
+    __slots__ = ("_next_skips", "_skips", "_streak")
     _MOST_SKIPS = 64
+    _CONVINCING = 3  # times in a row: where processes share a core, it pays once in a while
 
     def __init__(self) -> None:
         self._skips = 0
-        self._next_skips = 1
+        self._next_skips = 0
+        self._streak = 0
 
     def look(self, spin: Spin, attempt: Callable[[], T | None]) -> T | None:
         """What spinning finds; None at once where it has not paid lately."""
@@ -56,8 +58,11 @@ class Patience:
             return None
         found = spin.look(attempt)
         if found is None:
+            self._streak = 0
+            self._next_skips = min(2 * self._next_skips + 1, self._MOST_SKIPS)
             self._skips = self._next_skips
-            self._next_skips = min(2 * self._next_skips, self._MOST_SKIPS)
         else:
-            self._next_skips = 1
+            self._streak += 1
+            if self._streak == self._CONVINCING:
+                self._next_skips = 0
         return found
