@@ -32,7 +32,9 @@ def norm(x: torch.Tensor) -> float:
 def call() -> None:
     x = torch.randn(3, 4)
     there = gw.rpc_sync("worker1", forward, args=(x,))
-    print(f"worker1 ran its layer on {tuple(x.shape)} and returned {tuple(there.shape)}")
+    print(
+        f"worker1 ran its layer on {tuple(x.shape)} and returned {tuple(there.shape)}"
+    )
 
     futures = [gw.rpc_async("worker1", torch.add, args=(x, i)) for i in range(1000)]
     total = sum(future.wait() for future in futures)

@@ -18,17 +18,19 @@ import torch
 from torch.distributed import HashStore
 
 import gradwire as gw
-from gradwire.transport import poller, segments
+from gradwire.transport import addresses, poller, segments
 from gradwire.transport.rendezvous import Place
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
+    Proxy,
     close_world,
     free_port,
     join_world,
     open_world,
     socket_world,
     together,
+    vanish,
     wait_until,
 )
 
@@ -324,7 +326,7 @@ def test_it_works_where_there_are_no_unix_sockets(
     def missing() -> tuple[socket.socket, str]:
         raise OSError("no such thing here")
 
-    monkeypatch.setattr("gradwire.transport.addresses.listen_unix", missing)
+    monkeypatch.setattr(addresses, "listen_unix", missing)
     with socket_world(2) as workers:
         check_calls(workers)
         assert repr(link(workers[0])).startswith("<link to worker1: tcp")
@@ -334,8 +336,12 @@ def test_it_works_where_there_are_no_unix_sockets(
 def test_tcp_is_used_when_a_unix_address_cannot_be_reached(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    nobody = "\0gradwire-nobody-listens-here"
-    monkeypatch.setattr("gradwire.transport.links.unix_address", lambda name: nobody)
+    real = addresses.listen_unix
+
+    def listen_elsewhere() -> tuple[socket.socket, str]:
+        return real()[0], "@gradwire-nobody-listens-here"
+
+    monkeypatch.setattr(addresses, "listen_unix", listen_elsewhere)
     with socket_world(2) as workers:
         check_calls(workers)
         assert repr(link(workers[0])).startswith("<link to worker1: tcp")
@@ -575,6 +581,112 @@ def test_calls_time_out_while_all_threads_over_there_are_stuck(gate: Gate) -> No
         assert workers[0].rpc_async("worker1", max, (1, 2)).wait() == 2
 
 
+def test_a_call_times_out_also_while_it_connects(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    workers = open_world(2)
+    taken: list[socket.socket] = []
+    for listener in workers[1]._transport._listeners:
+        monkeypatch.setattr(listener, "_accepted", taken.append)
+    start = time.monotonic()
+    with pytest.raises(gw.CallTimeout):
+        workers[0].rpc_sync("worker1", max, (1, 2), timeout=0.2)
+    assert time.monotonic() - start < 2.0
+    for sock in taken:
+        sock.close()
+    close_world(workers, graceful=False)
+
+
+# Links that break, and those that do not
+
+
+BY_TCP: dict[str, Any] = {"unix_sockets": False, "heartbeat": 0.5}
+
+
+def test_a_link_that_went_silent_is_found_by_the_heartbeat(gate: Gate) -> None:
+    with Proxy() as proxy:
+        workers = open_world(2, apart={1: proxy.options}, **BY_TCP)
+        waiting: list[Callable[[], Any]] = [
+            lambda: workers[0].rpc_sync("worker1", pass_gate, (1,)),
+            workers[0].rpc_async("worker1", pass_gate, (2,)).wait,
+        ]
+
+        def fails(wait: Callable[[], Any]) -> float:
+            with pytest.raises(gw.WorkerLostError, match="lost worker 'worker1'"):
+                wait()
+            return time.monotonic()
+
+        def freeze() -> float:
+            for _ in waiting:
+                assert gate.entered.acquire(timeout=LIMIT)
+            proxy.frozen.set()
+            return time.monotonic()
+
+        frozen_at, *lost_at = together(
+            freeze,
+            lambda: fails(waiting[0]),
+            lambda: fails(waiting[1]),
+        )
+        assert max(lost_at) - frozen_at < 2.5
+        wait_until(lambda: workers[1].get_worker_infos() == [("worker1", 1)])
+        gate.opened.set()
+        close_world(workers, graceful=False)
+
+
+def test_a_link_with_nothing_to_say_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    lost = threading.Event()
+    with socket_world(2, **BY_TCP) as workers:
+        workers[0].rpc_async("worker1", max, (1, 2)).wait()
+        for worker in workers:
+            worker.on_leave(lambda _: lost.set())
+        assert not lost.wait(1.5)
+        check_calls(workers)
+
+
+@pytest.mark.parametrize("direction", ["request", "answer"])
+def test_a_slow_link_is_not_taken_for_a_broken_one(direction: str) -> None:
+    # Some megabytes fit into buffers on the way, so that pings come late behind them;
+    # the heartbeat allows for that, but not for the time that all of it takes.
+    options = {"unix_sockets": False, "heartbeat": 1.2}
+    large = torch.ones(4 << 20)
+    with (
+        Proxy() as proxy,
+        socket_world(2, apart={1: proxy.options}, **options) as workers,
+    ):
+        proxy.pause = 0.005
+        if direction == "request":
+            future = workers[0].rpc_async("worker1", torch.numel, (large,))
+            size = future.wait()
+        else:
+            future = workers[0].rpc_async("worker1", torch.ones, (4 << 20,))
+            size = future.wait().numel()
+        proxy.pause = 0.0
+        assert size == 4 << 20
+
+
+@pytest.mark.parametrize("dead", [0, 1, 2])
+def test_a_dead_worker_that_nobody_spoke_to_holds_no_shutdown_up(dead: int) -> None:
+    workers = open_world(3)
+    vanish(workers.pop(dead))
+    close_world(workers)
+
+
+def test_calls_are_served_until_all_want_to_end() -> None:
+    workers = open_world(2)
+
+    def early() -> None:
+        workers[0].shutdown()
+
+    def late() -> None:
+        # The part of the other has come when it wants to end.
+        wait_until(lambda: len(workers[0]._collectives._gatherings))
+        assert workers[1].rpc_sync("worker0", max, (1, 2)) == 2
+        assert workers[1].rpc_async("worker0", max, (1, 2)).wait() == 2
+        workers[1].shutdown()
+
+    together(early, late)
+
+
 # What it costs to do nothing
 
 
@@ -620,6 +732,36 @@ def test_workers_that_only_wait_use_less_than_one_percent_of_a_processor(
             return time.process_time() - before < 0.01 * 1.0
 
         wait_until(is_at_rest)
+
+
+def test_a_worker_that_can_accept_nobody_does_not_spin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Exhausted:
+        """A listening socket of a process that has no descriptors left."""
+
+        def __init__(self, sock: socket.socket) -> None:
+            self._sock = sock
+            self.tries = 0
+
+        def fileno(self) -> int:
+            return self._sock.fileno()
+
+        def accept(self) -> None:
+            self.tries += 1
+            raise OSError(24, "Too many open files")
+
+        def close(self) -> None:
+            self._sock.close()
+
+    with socket_world(1) as (worker,):
+        listener = worker._transport._listeners[-1]
+        exhausted = Exhausted(listener._sock)
+        monkeypatch.setattr(listener, "_sock", exhausted)
+        with socket.create_connection(worker.card.tcp):
+            wait_until(lambda: exhausted.tries)
+            threading.Event().wait(0.3)  # the time to measure over
+            assert exhausted.tries < 30
 
 
 def test_nobody_counts_as_lost_when_all_shut_down_together(

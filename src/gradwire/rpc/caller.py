@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CallTimeout, ClosedError, WorkerLostError
+from ..errors import CallTimeout, ClosedError, GradwireError, WorkerLostError
 from ..options import Options
 from ..threads import Bell, Executor
 from ..transport.base import Transport
@@ -108,7 +108,7 @@ class Caller:
                 self._alarm = deadline
         if sooner:
             self._executor.call_at(deadline, self._expire)
-        self._send(peer, call, parcel)
+        self._send(peer, call, parcel, deadline)
         return future
 
     def complete(self, peer: Peer, frame: Frame) -> None:
@@ -171,15 +171,18 @@ class Caller:
             raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for none")
         return timeout
 
-    def _send(self, peer: Peer, call: int, parcel: Parcel) -> None:
+    def _send(self, peer: Peer, call: int, parcel: Parcel, deadline: float) -> None:
         if peer.id == self._me:
             frame = parcel.arrive(call)
             self._executor.submit(lambda: self._deliver(self._me, frame))
             return
         try:
-            self._transport.post(peer.card, call, parcel)
-        except (WorkerLostError, ClosedError) as error:
+            limit = None if deadline == _FOR_EVER else deadline
+            self._transport.post(peer.card, call, parcel, limit)
+        except GradwireError as error:
             self._fail(call, error)
+        except TimeoutError:
+            self._expire()
 
     def _fail(self, call: int, error: Exception) -> None:
         with self._lock:
@@ -206,7 +209,7 @@ class Caller:
         if self._readers.setdefault(future.call, me) != me:
             return
         try:
-            self._transport.attend(future.to, future.call, future.done, deadline)
+            self._transport.attend(future.to, future.call, future, deadline)
         finally:
             del self._readers[future.call]
 

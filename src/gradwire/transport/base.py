@@ -76,6 +76,15 @@ class Receiver(Protocol):
         """A worker has said goodbye."""
 
 
+class Answer(Protocol):
+    """What someone waits for."""
+
+    def done(self) -> bool: ...
+
+    def on_done(self, wake: Callable[[], None]) -> None:
+        """Call `wake` when it is done; at once if it is."""
+
+
 class Transport(Protocol):
     """Moves parcels to other workers. All methods may be called from any thread."""
 
@@ -87,11 +96,14 @@ class Transport(Protocol):
     def start(self, me: int, key: bytes, receiver: Receiver) -> None:
         """Begin to receive, as worker `me`, from those who know the key."""
 
-    def post(self, to: Card, call: int, parcel: Parcel) -> None:
+    def post(
+        self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
+    ) -> None:
         """Send a request.
 
         Raises:
             WorkerLostError: it cannot be reached.
+            TimeoutError: not before the deadline.
         """
 
     def reply(self, to: int, call: int, parcel: Parcel) -> None:
@@ -106,9 +118,9 @@ class Transport(Protocol):
         """
 
     def attend(
-        self, to: int, call: int, done: Callable[[], bool], deadline: float | None
+        self, to: int, call: int, answer: Answer, deadline: float | None
     ) -> None:
-        """Wait, reading what comes from `to`, until `done()` or the deadline."""
+        """Wait, reading what comes from `to`, until the answer or the deadline is there."""
 
     def forget(self, worker: int) -> None:
         """Close what is open to a worker that is lost or has left."""

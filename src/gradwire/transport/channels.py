@@ -16,6 +16,7 @@ callbacks, so the role is never held during it.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections import deque
@@ -26,7 +27,7 @@ from ..errors import ProtocolError
 from ..threads import Bell, Executor
 from ..wire.frames import Frame, Limits, Parcel
 from ..wire.messages import GOODBYE, PING, PONG
-from .base import Receiver
+from .base import Answer, Receiver
 from .poller import Poller
 from .segments import Recycler, SegmentMap, SegmentPool
 from .spin import Spin
@@ -34,6 +35,7 @@ from .streams import Stream
 
 _HOLD = 0.002
 _MOST_HELD = 16
+_FAREWELL = 1.0  # seconds to wait for a connection that is full
 _MOST_WAITING = 1024  # frames that may wait for another thread's write
 BROKEN = (EOFError, OSError, ProtocolError)
 """What reading or writing raises when a connection is over."""
@@ -51,6 +53,17 @@ class Station:
     limits: Limits
     spin: Spin
     recycler: Recycler
+
+    def stream(
+        self,
+        sock: socket.socket,
+        pool: SegmentPool | None,
+        segments: SegmentMap | None,
+    ) -> Stream:
+        """Frames on a socket, with large areas in shared memory where there is some."""
+        stream = Stream(sock, self.limits, self.recycler, self.executor.waiting)
+        stream.share_memory(pool, segments)
+        return stream
 
 
 class Channel:
@@ -72,12 +85,18 @@ class Channel:
         self._outbox: deque[bytes] = deque()
         self._flush_due = False
         self._state_lock = threading.Lock()
-        self._closed = False
+        self._closed = False  # the end has begun: nothing more is read or watched
+        self._over = False  # the end is complete
         self._said_goodbye = False
         self.heard_at = time.monotonic()
 
     def fileno(self) -> int:
         return self._stream.sock.fileno()
+
+    @property
+    def alive_at(self) -> float:
+        """When the other end last showed that it is there: spoke, or took what we send."""
+        return max(self.heard_at, self._stream.writer.drained_at)
 
     def start(self) -> None:
         self._station.poller.watch(self)
@@ -103,6 +122,8 @@ class Channel:
         elif not self._flush_due:
             self._flush_due = True
             self._hold()
+        if self._closed:  # so late that the end has not seen it
+            raise ConnectionResetError("connection closed")
 
     def flush(self) -> None:
         """Send what waits to be sent; if another thread is at it, that one does.
@@ -139,8 +160,23 @@ class Channel:
             self.end(error)
             return
         self._take_in()
-        if not self._closed:
-            self._station.poller.watch(self)
+        with self._state_lock:  # not while `end` drops it
+            if not self._closed:
+                self._station.poller.watch(self)
+
+    def say_goodbye(self) -> None:
+        """Let the other end know that what follows is no loss, unless it does not listen."""
+        if not self._write_lock.acquire(timeout=_FAREWELL):
+            return
+        try:
+            self._write_outbox()
+            self._stream.writer.write_bytes(
+                Parcel(GOODBYE, 0, b"").header(0), time.monotonic() + _FAREWELL
+            )
+        except OSError:
+            pass  # it is gone, too
+        finally:
+            self._write_lock.release()
 
     def end(self, why: BaseException | None) -> None:
         """It is over: tell the link, unless told before."""
@@ -153,10 +189,13 @@ class Channel:
         self._deliver_rest()
         self._ended(None if self._said_goodbye or why is None else describe_end(why))
         self._wake_all()
+        with self._state_lock:
+            self._over = True
         self._free()
 
     def _free(self) -> None:
-        with self._write_lock:  # a writer would notice the hang-up and leave
+        """Give the descriptor back. After the poller has dropped it, and when nobody uses it."""
+        with self._write_lock:  # a writer notices the hang-up and leaves
             self._stream.close()
 
     def _deliver_rest(self) -> None:
@@ -239,22 +278,20 @@ class CallerChannel(Channel):
         self._posted += 1
         self.send(call, parcel, more=self._posted - self._answered > _MOST_HELD)
 
-    def attend(
-        self, call: int, done: Callable[[], bool], deadline: float | None
-    ) -> None:
+    def attend(self, call: int, answer: Answer, deadline: float | None) -> None:
         """Wait for an answer, reading if nobody else does."""
         self._enter()
         bell: Bell | None = None
         try:
-            while not done():
+            while not answer.done():
+                coming = call in self._in_delivery or self._closed
                 if self._frames:
                     self._deliver_next()
-                elif call in self._in_delivery:
-                    self._wait_for_delivery(call, deadline)
-                elif not self._closed and self._role.acquire(blocking=False):
-                    self._read(call, done, deadline)
+                elif not coming and self._role.acquire(blocking=False):
+                    self._read(call, answer, deadline)
                 elif bell is None:
                     bell = self._waiters[call] = Bell()  # look once more, then sleep
+                    answer.on_done(bell.ring)
                 else:
                     with self._station.executor.waiting():
                         bell.wait_until(deadline)
@@ -284,14 +321,12 @@ class CallerChannel(Channel):
         for _ in range(len(self._frames)):
             self._station.executor.submit(self._deliver_next)
 
-    def _read(
-        self, call: int, done: Callable[[], bool], deadline: float | None
-    ) -> None:
+    def _read(self, call: int, answer: Answer, deadline: float | None) -> None:
         """With the role: take in what comes, unless the answer is already on its way."""
         broken = None
         try:
             with self._inbox_lock:
-                if self._frames or call in self._in_delivery or done():
+                if self._frames or call in self._in_delivery or answer.done():
                     return
             with self._station.executor.waiting():
                 self._stream.read(deadline, self._station.spin)
@@ -305,13 +340,6 @@ class CallerChannel(Channel):
         if broken is not None:
             self.end(broken)
 
-    def _wait_for_delivery(self, call: int, deadline: float | None) -> None:
-        """Another thread is handing our answer over: it rings when it has."""
-        bell = self._waiters.setdefault(call, Bell())
-        if call in self._in_delivery:
-            with self._station.executor.waiting():
-                bell.wait_until(deadline)
-
     def _deliver_next(self) -> None:
         with self._inbox_lock:
             if not self._frames:
@@ -323,9 +351,6 @@ class CallerChannel(Channel):
             self._station.receiver.arrived(self._peer, frame)
         finally:
             self._in_delivery.discard(frame.call)
-            bell = self._waiters.get(frame.call)
-            if bell is not None:
-                bell.ring()
 
     def _enter(self) -> None:
         try:
@@ -343,7 +368,7 @@ class CallerChannel(Channel):
             last = not self._attending
             if last and not self._closed:
                 self._station.poller.watch(self)
-        if last and self._closed:
+        if last and self._over:
             self._free()
         elif last and self._frames:
             self._take_in()

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ..errors import WorkerLostError
 from ..threads import Executor
 from ..wire.frames import Frame, Parcel
-from .base import Card, Receiver, Transport
+from .base import Answer, Card, Receiver, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +61,9 @@ class FaultyTransport:
         self._receiver = receiver
         self._inner.start(me, key, receiver)
 
-    def post(self, to: Card, call: int, parcel: Parcel) -> None:
+    def post(
+        self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
+    ) -> None:
         self._send(
             to.id, parcel.kind, lambda: self._inner.post(to, call, replace(parcel))
         )
@@ -75,9 +77,9 @@ class FaultyTransport:
         raise NotImplementedError("a faulty transport has no lanes")
 
     def attend(
-        self, to: int, call: int, done: Callable[[], bool], deadline: float | None
+        self, to: int, call: int, answer: Answer, deadline: float | None
     ) -> None:
-        self._inner.attend(to, call, done, deadline)
+        self._inner.attend(to, call, answer, deadline)
 
     def forget(self, worker: int) -> None:
         self._inner.forget(worker)

@@ -9,27 +9,25 @@ and one that was lost.
 from __future__ import annotations
 
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable
 
-from ..errors import AuthenticationError, ProtocolError, WorkerLostError
+from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
-from ..wire.messages import GOODBYE, PING
+from ..wire.messages import PING
 from . import segments
-from .addresses import unix_address
 from .base import Card
 from .channels import BROKEN, CallerChannel, Channel, Station, describe_end
-from .handshake import CHALLENGE_SIZE, Purpose, new_hello, prove
+from .dialing import Dialer
+from .handshake import Purpose
 from .lanes import CallerLane, OwedLane, ServerLane
 from .segments import SegmentMap, SegmentPool
 from .streams import Stream
 
 log = logging.getLogger("gradwire")
 
-_CONNECT = 10.0  # seconds for one connection, handshake included
 _LANE_IDLE = 5.0  # a lane unused for so long is closed, unless it is the last
 _MEMORY_IDLE = 30.0
 
@@ -40,12 +38,19 @@ class OutgoingLink:
     """The connector's end of a link."""
 
     def __init__(
-        self, station: Station, to: Card, *, unix: bool, memory: bool, ended: Ended
+        self,
+        station: Station,
+        to: Card,
+        *,
+        dialer: Dialer,
+        memory: bool,
+        deadline: float | None,
+        ended: Ended,
     ) -> None:
         self.peer = to.id
         self._station = station
         self._to = to
-        self._number = int.from_bytes(os.urandom(8), "little")
+        self._dialer = dialer
         self._on_ended = ended
         self._free: list[CallerLane] = []
         self._lanes: set[CallerLane] = set()
@@ -55,10 +60,10 @@ class OutgoingLink:
         self._side: socket.socket | None = None
         self._pool: SegmentPool | None = None
         self._map: SegmentMap | None = None
-        first, self._by_unix = self._first_connection(unix)
+        first = dialer.open_first(deadline)
         try:
-            if memory and self._by_unix:
-                self._share_memory()
+            if memory and dialer.by_unix:
+                self._share_memory(deadline)
         except BaseException:
             first.close()
             raise
@@ -70,10 +75,10 @@ class OutgoingLink:
     @property
     def is_remote(self) -> bool:
         """Whether it could break without either kernel noticing."""
-        return not self._by_unix
+        return not self._dialer.by_unix
 
     def __repr__(self) -> str:
-        how = "unix" if self._by_unix else "tcp"
+        how = "unix" if self._dialer.by_unix else "tcp"
         memory = ", shared memory" if self._pool is not None else ""
         return f"<link to {self._to.name}: {how}{memory}, {len(self._lanes)} lanes>"
 
@@ -86,7 +91,7 @@ class OutgoingLink:
         Raises:
             WorkerLostError, TimeoutError
         """
-        lane = self._take_lane()
+        lane = self._take_lane(deadline)
         alone = len(self._lanes) - len(self._free) == 1
         try:
             frame = lane.exchange(parcel, deadline, alone)
@@ -126,7 +131,7 @@ class OutgoingLink:
     def close(self, *, goodbye: bool) -> None:
         """End it. Calls in it fail."""
         if goodbye:
-            self.channel.note(GOODBYE)
+            self.channel.say_goodbye()
         self.channel.end(None)
 
     def _channel_ended(self, reason: str | None) -> None:
@@ -147,12 +152,12 @@ class OutgoingLink:
             self._side.close()
         self._on_ended(self, reason)
 
-    def _take_lane(self) -> CallerLane:
+    def _take_lane(self, deadline: float | None) -> CallerLane:
         try:
             return self._free.pop()
         except IndexError:
             pass
-        sock = self._connect(Purpose.LANE)
+        sock = self._dialer.open(Purpose.LANE, deadline)
         lane = CallerLane(self._station, self._stream(sock))
         with self._lock:
             if self._closed:
@@ -184,71 +189,14 @@ class OutgoingLink:
             self._station.poller.watch(owed)
 
     def _stream(self, sock: socket.socket) -> Stream:
-        station = self._station
-        waiting = station.executor.waiting
-        stream = Stream(sock, station.limits, station.recycler, waiting)
-        stream.share_memory(self._pool, self._map)
-        return stream
+        return self._station.stream(sock, self._pool, self._map)
 
-    def _first_connection(self, unix: bool) -> tuple[socket.socket, bool]:
-        if unix and self._to.unix:
-            try:
-                return self._open(True, Purpose.SHARED), True
-            except AuthenticationError:
-                raise
-            except OSError as error:
-                if self._to.tcp is None:
-                    reason = f"cannot connect ({error})"
-                    raise WorkerLostError(self._to.name, reason) from error
-                log.debug("no unix socket to %s: %s", self._to.name, error)
-        self._by_unix = False
-        return self._connect(Purpose.SHARED, unix=False), False
-
-    def _connect(self, purpose: Purpose, unix: bool | None = None) -> socket.socket:
-        try:
-            return self._open(self._by_unix if unix is None else unix, purpose)
-        except OSError as error:
-            reason = f"cannot connect ({error})"
-            raise WorkerLostError(self._to.name, reason) from error
-
-    def _open(self, unix: bool, purpose: Purpose) -> socket.socket:
-        """A new connection, with both ends authenticated.
-
-        Raises:
-            OSError: it cannot be reached.
-            AuthenticationError, ProtocolError: it is not who it should be.
-        """
-        if unix:
-            sock = _connect_unix(self._to.unix)
-        elif self._to.tcp is None:
-            raise OSError("it has no TCP address")
-        else:
-            sock = socket.create_connection(self._to.tcp, timeout=_CONNECT)
-        try:
-            if not unix:
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._shake_hands(sock, purpose)
-        except BaseException:
-            sock.close()
-            raise
-        return sock
-
-    def _shake_hands(self, sock: socket.socket, purpose: Purpose) -> None:
-        me, key = self._station.me, self._station.key
-        hello = new_hello(purpose, me, self._to.id, self._number).to_bytes()
-        sock.sendall(hello)
-        try:
-            sock.sendall(prove(key, hello, receive_exactly(sock, CHALLENGE_SIZE)))
-            receive_exactly(sock, 1)
-        except ProtocolError as error:
-            raise type(error)(f"worker {self._to.name!r}: {error}") from None
-
-    def _share_memory(self) -> None:
+    def _share_memory(self, deadline: float | None) -> None:
         if not segments.is_available():
             return
         try:
-            self._side = self._open(True, Purpose.SEGMENTS)
-        except OSError as error:
+            self._side = self._dialer.open(Purpose.SEGMENTS, deadline)
+        except WorkerLostError as error:
             log.debug("no shared memory with %s: %s", self._to.name, error)
             return
         self._pool, self._map = SegmentPool(self._side), SegmentMap(self._side)
@@ -314,7 +262,7 @@ class IncomingLink:
             self._channel_ended(None)
             return
         if goodbye:
-            self.channel.note(GOODBYE)
+            self.channel.say_goodbye()
         self.channel.end(None)
 
     def _channel_ended(self, reason: str | None) -> None:
@@ -333,34 +281,4 @@ class IncomingLink:
             self._lanes.discard(lane)
 
     def _stream(self, sock: socket.socket) -> Stream:
-        station = self._station
-        waiting = station.executor.waiting
-        stream = Stream(sock, station.limits, station.recycler, waiting)
-        stream.share_memory(self._pool, self._map)
-        return stream
-
-
-def _connect_unix(name: str) -> socket.socket:
-    sock = socket.socket(socket.AF_UNIX)
-    try:
-        sock.settimeout(_CONNECT)
-        sock.connect(unix_address(name))
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def receive_exactly(sock: socket.socket, size: int) -> bytes:
-    """That many bytes.
-
-    Raises:
-        OSError: they did not come.
-    """
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        if not more:
-            raise ConnectionResetError("connection closed in the handshake")
-        data += more
-    return data
+        return self._station.stream(sock, self._pool, self._map)

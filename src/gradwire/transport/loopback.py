@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
 
 from ..errors import WorkerLostError
 from ..threads import Executor
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import FAILURE, RESULT
-from .base import Card, Receiver
+from .base import Answer, Card, Receiver
 
 
 class LoopbackNetwork:
@@ -58,7 +57,9 @@ class LoopbackTransport:
         with self._network.lock:
             self._network.workers[me] = self
 
-    def post(self, to: Card, call: int, parcel: Parcel) -> None:
+    def post(
+        self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
+    ) -> None:
         other = self._network.workers.get(to.id)
         if other is None:
             raise WorkerLostError(to.name, "it is not in this process any more")
@@ -73,7 +74,7 @@ class LoopbackTransport:
         raise NotImplementedError("loopback has no lanes")
 
     def attend(
-        self, to: int, call: int, done: Callable[[], bool], deadline: float | None
+        self, to: int, call: int, answer: Answer, deadline: float | None
     ) -> None:
         """There is nothing to read: what comes is delivered by the executor."""
 

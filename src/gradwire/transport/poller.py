@@ -11,6 +11,7 @@ call, `_Portable` with what every system has.
 
 from __future__ import annotations
 
+import logging
 import select
 import selectors
 import socket
@@ -19,6 +20,8 @@ from typing import Protocol
 
 from ..threads import Executor
 from .spin import Patience, Spin
+
+log = logging.getLogger("gradwire")
 
 
 class Watched(Protocol):
@@ -40,8 +43,8 @@ class _Epoll:
         if fd in self._known:
             self._epoll.modify(fd, events)
         else:
-            self._known.add(fd)
             self._epoll.register(fd, events)
+            self._known.add(fd)
 
     def disarm(self, fd: int) -> None:
         self._epoll.modify(fd, select.EPOLLONESHOT)
@@ -148,9 +151,11 @@ class Poller:
                 fds = self._patience.look(self._spin, self._attempt)
                 if fds is None:
                     fds = self._system.poll(None)
-        self._tell(fds)
-        if not self._closing.is_set():
-            self._executor.submit(self._turn)
+        try:
+            self._tell(fds)
+        finally:  # whatever happens to one connection, the others are watched
+            if not self._closing.is_set():
+                self._executor.submit(self._turn)
 
     def _attempt(self) -> list[int] | None:
         return self._system.poll(0) or None
@@ -168,5 +173,9 @@ class Poller:
     def _tell(self, fds: list[int]) -> None:
         for fd in fds:
             what = self._watched.get(fd)
-            if what is not None:
+            if what is None:
+                continue
+            try:
                 what.ready()
+            except Exception:
+                log.exception("a connection could not be served")

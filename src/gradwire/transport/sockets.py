@@ -10,15 +10,17 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from ..errors import ClosedError, ProtocolError, WorkerLostError
 from ..options import Options
 from ..threads import Executor
 from ..wire.frames import Frame, Limits, Parcel
 from . import addresses
-from .base import Card, Receiver
+from .base import Answer, Card, Receiver
 from .channels import Station
+from .dialing import Dialer, receive_exactly
 from .handshake import (
     HELLO_SIZE,
     PROOF_SIZE,
@@ -28,7 +30,7 @@ from .handshake import (
     challenge,
     check_proof,
 )
-from .links import IncomingLink, OutgoingLink, receive_exactly
+from .links import IncomingLink, OutgoingLink
 from .poller import Poller
 from .segments import Recycler
 from .spin import Spin
@@ -105,8 +107,10 @@ class SocketTransport:
             self._poller.watch(listener)
         self._executor.call_at(time.monotonic() + self._pace(), self._tick)
 
-    def post(self, to: Card, call: int, parcel: Parcel) -> None:
-        link = self._out.get(to.id) or self._connect(to)
+    def post(
+        self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
+    ) -> None:
+        link = self._out.get(to.id) or self._connect(to, deadline)
         try:
             link.post(call, parcel)
         except OSError as error:
@@ -124,15 +128,15 @@ class SocketTransport:
 
     def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
         deadline = None if timeout is None else time.monotonic() + timeout
-        link = self._out.get(to.id) or self._connect(to)
+        link = self._out.get(to.id) or self._connect(to, deadline)
         return link.exchange(parcel, deadline)
 
     def attend(
-        self, to: int, call: int, done: Callable[[], bool], deadline: float | None
+        self, to: int, call: int, answer: Answer, deadline: float | None
     ) -> None:
         link = self._out.get(to)
         if link is not None:
-            link.channel.attend(call, done, deadline)
+            link.channel.attend(call, answer, deadline)
 
     def forget(self, worker: int) -> None:
         with self._lock:
@@ -174,10 +178,10 @@ class SocketTransport:
         self._tcp = addresses.advertised(tcp, options)
         self._listeners.append(_Listener(tcp, self._poller, self._stranger))
 
-    def _connect(self, to: Card) -> OutgoingLink:
+    def _connect(self, to: Card, deadline: float | None) -> OutgoingLink:
         with self._lock:
             making = self._making.setdefault(to.id, threading.Lock())
-        with self._executor.waiting(), making:
+        with self._executor.waiting(), _held(making, deadline):
             link = self._out.get(to.id)
             if link is not None:
                 return link
@@ -187,8 +191,14 @@ class SocketTransport:
             link = OutgoingLink(
                 self._station,
                 to,
-                unix=same_host and self._options.unix_sockets,
+                dialer=Dialer(
+                    self._station.me,
+                    self._station.key,
+                    to,
+                    unix=same_host and self._options.unix_sockets,
+                ),
                 memory=self._options.shared_memory,
+                deadline=deadline,
                 ended=self._ended,
             )
             with self._lock:
@@ -229,17 +239,18 @@ class SocketTransport:
         self._executor.host(greet)
 
     def _greet(self, sock: socket.socket) -> None:
+        limit = time.monotonic() + _HANDSHAKE
         sock.settimeout(_HANDSHAKE)
         if sock.family != socket.AF_UNIX:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        data = receive_exactly(sock, HELLO_SIZE)
+        data = receive_exactly(sock, HELLO_SIZE, limit)
         hello = Hello.from_bytes(data)
         verdict = self._judge(hello)
         answer = challenge(self._station.key, data, verdict)
         sock.sendall(answer)
         if verdict is not Verdict.WELCOME:
             raise ProtocolError(f"worker {hello.sender}: {verdict.name.lower()}")
-        proof = receive_exactly(sock, PROOF_SIZE)
+        proof = receive_exactly(sock, PROOF_SIZE, limit)
         check_proof(self._station.key, data, answer, proof)
         self._incoming(hello).accept(hello.purpose, sock)
         sock.send(b".")
@@ -297,9 +308,25 @@ class SocketTransport:
                 continue
             if slept:
                 channel.heard_at = now  # it was us who could not hear
-            silence = now - channel.heard_at
+            silence = now - channel.alive_at
             if silence > beat:
                 channel.end(TimeoutError(f"nothing heard for {silence:.1f} s"))
+
+
+@contextmanager
+def _held(lock: threading.Lock, deadline: float | None) -> Iterator[None]:
+    """With the lock, if it can be had in time.
+
+    Raises:
+        TimeoutError: it cannot.
+    """
+    left = -1 if deadline is None else max(0.0, deadline - time.monotonic())
+    if not lock.acquire(timeout=left):
+        raise TimeoutError
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 class _Listener:

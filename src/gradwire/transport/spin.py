@@ -44,7 +44,9 @@ class Patience:
 
     __slots__ = ("_next_skips", "_skips", "_streak")
     _MOST_SKIPS = 64
-    _CONVINCING = 3  # times in a row: where processes share a core, it pays once in a while
+    _CONVINCING = (
+        3  # times in a row: where processes share a core, it pays once in a while
+    )
 
     def __init__(self) -> None:
         self._skips = 0

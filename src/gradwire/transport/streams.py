@@ -136,6 +136,7 @@ class StreamWriter:
         self.segments: SegmentPool | None = None
         self._sock = sock
         self._waiting = waiting
+        self.drained_at = 0.0  # when the other end last made room in a full connection
         self._writable = select.poll()
         self._writable.register(sock, select.POLLOUT)
 
@@ -186,6 +187,7 @@ class StreamWriter:
             except BlockingIOError:
                 with self._waiting():
                     poll_until(self._writable, deadline)
+                self.drained_at = time.monotonic()
                 continue
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.popleft())
