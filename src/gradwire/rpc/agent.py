@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 from ..errors import ClosedError, ProtocolError, WorkerLostError
@@ -77,6 +78,7 @@ class Agent:
             deliver=self.arrived,
         )
         self._options = options
+        self._executor = executor
         self._transport = transport
         self._codec = codec
         self._runner = runner
@@ -114,6 +116,12 @@ class Agent:
                 raise  # nobody, or the directory still lists the one that is gone
             card = newcomer
         return self._peers[card.id]
+
+    def watch_over_all(self) -> None:
+        """See to it that the loss of any worker is noticed, also of one nobody speaks to."""
+        for card in self.members.cards():
+            if card.id != self.me.id:
+                self._executor.submit(partial(self._transport.watch, card))
 
     def _introduced(self, worker: int) -> Peer | None:
         """A newcomer that spoke to us before we heard of it."""

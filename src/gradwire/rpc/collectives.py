@@ -76,13 +76,20 @@ class Collectives:
 
     def _part_came(self, sender: int, message: Gather) -> Later:
         future: torch.futures.Future[Any] = torch.futures.Future()
+        own = sender == self._agent.me.id
         with self._lock:  # also for who is there: `_worker_gone` comes before or after
             expected = {card.id for card in self._agent.members.cards()}
             complete = self._gatherings.part_came(
-                message.key, sender, message.value, expected=expected, waiter=future
+                message.key,
+                sender,
+                message.value,
+                expected=expected,
+                waiter=(own, future),
             )
         if complete is not None:
             _answer(complete)
+        elif own:
+            self._agent.watch_over_all()  # one that died long ago will not say so
         return Later(future)
 
     def _worker_gone(self, worker: WorkerInfo) -> None:
@@ -94,5 +101,6 @@ class Collectives:
 
 def _answer(gathering: Gathering) -> None:
     parts = sorted(gathering.parts.items())
-    for future in gathering.waiting:
+    # Our own part last: what follows it here may be that we leave.
+    for _, future in sorted(gathering.waiting, key=lambda waiter: waiter[0]):
         future.set_result(parts)

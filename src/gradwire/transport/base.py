@@ -122,6 +122,9 @@ class Transport(Protocol):
     ) -> None:
         """Wait, reading what comes from `to`, until the answer or the deadline is there."""
 
+    def watch(self, to: Card) -> None:
+        """Have the loss of a worker noticed from now on, also if nobody speaks to it."""
+
     def forget(self, worker: int) -> None:
         """Close what is open to a worker that is lost or has left."""
 

@@ -81,6 +81,9 @@ class FaultyTransport:
     ) -> None:
         self._inner.attend(to, call, answer, deadline)
 
+    def watch(self, to: Card) -> None:
+        self._inner.watch(to)
+
     def forget(self, worker: int) -> None:
         self._inner.forget(worker)
 

@@ -78,6 +78,9 @@ class LoopbackTransport:
     ) -> None:
         """There is nothing to read: what comes is delivered by the executor."""
 
+    def watch(self, to: Card) -> None:
+        """It is noticed anyway."""
+
     def forget(self, worker: int) -> None:
         """As the end of a connection would be noticed at its other end, so is this."""
         other = self._network.workers.get(worker)

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..errors import ClosedError, ProtocolError, WorkerLostError
+from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
 from ..options import Options
 from ..threads import Executor
 from ..wire.frames import Frame, Limits, Parcel
@@ -40,6 +40,7 @@ log = logging.getLogger("gradwire")
 _HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
 _MOST_STRANGERS = 64
 _TICK = 5.0
+_TRY_AGAIN = 0.1  # seconds after which to accept again, when the system would not
 
 
 class SocketTransport:
@@ -138,6 +139,14 @@ class SocketTransport:
         if link is not None:
             link.channel.attend(call, answer, deadline)
 
+    def watch(self, to: Card) -> None:
+        if to.id in self._out or to.id in self._replies:
+            return
+        try:
+            self._connect(to, None)
+        except GradwireError as error:
+            log.debug("worker %r: %s", to.name, error)  # if it is lost, that was told
+
     def forget(self, worker: int) -> None:
         with self._lock:
             links = self._links()
@@ -168,15 +177,16 @@ class SocketTransport:
         if options.unix_sockets:
             try:
                 listener, self._unix = addresses.listen_unix()
-                self._listeners.append(
-                    _Listener(listener, self._poller, self._stranger)
-                )
+                self._listeners.append(self._listener(listener))
             except OSError as error:
                 log.debug("no unix sockets here: %s", error)
         where = addresses.bind_address(options, rendezvous)
         tcp = addresses.listen_tcp(where, options.ports)
         self._tcp = addresses.advertised(tcp, options)
-        self._listeners.append(_Listener(tcp, self._poller, self._stranger))
+        self._listeners.append(self._listener(tcp))
+
+    def _listener(self, sock: socket.socket) -> _Listener:
+        return _Listener(sock, self._poller, self._executor, self._stranger)
 
     def _connect(self, to: Card, deadline: float | None) -> OutgoingLink:
         with self._lock:
@@ -187,26 +197,28 @@ class SocketTransport:
                 return link
             if self._closed:
                 raise ClosedError("this worker is shut down")
-            same_host = to.host == self._host
-            link = OutgoingLink(
-                self._station,
-                to,
-                dialer=Dialer(
-                    self._station.me,
-                    self._station.key,
-                    to,
-                    unix=same_host and self._options.unix_sockets,
-                ),
-                memory=self._options.shared_memory,
-                deadline=deadline,
-                ended=self._ended,
-            )
+            try:
+                link = self._new_link(to, deadline)
+            except WorkerLostError as error:
+                self._station.receiver.lost(to.id, error.reason)
+                raise
             with self._lock:
                 if not self._closed:
                     self._out[to.id] = link
                     return link
         link.close(goodbye=True)
         raise ClosedError("this worker is shut down")
+
+    def _new_link(self, to: Card, deadline: float | None) -> OutgoingLink:
+        unix = to.host == self._host and self._options.unix_sockets
+        return OutgoingLink(
+            self._station,
+            to,
+            dialer=Dialer(self._station.me, self._station.key, to, unix=unix),
+            memory=self._options.shared_memory,
+            deadline=deadline,
+            ended=self._ended,
+        )
 
     def _ended(self, link: OutgoingLink | IncomingLink, reason: str | None) -> None:
         with self._lock:
@@ -253,7 +265,10 @@ class SocketTransport:
         proof = receive_exactly(sock, PROOF_SIZE, limit)
         check_proof(self._station.key, data, answer, proof)
         self._incoming(hello).accept(hello.purpose, sock)
-        sock.send(b".")
+        try:
+            sock.send(b".")
+        except OSError:
+            pass  # the socket is the link's now, which will notice
 
     def _judge(self, hello: Hello) -> Verdict:
         if hello.version != VERSION:
@@ -336,25 +351,33 @@ class _Listener:
         self,
         sock: socket.socket,
         poller: Poller,
+        executor: Executor,
         accepted: Callable[[socket.socket], None],
     ) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._poller = poller
+        self._executor = executor
         self._accepted = accepted
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def ready(self) -> None:
-        while True:
-            try:
+        try:
+            while True:
                 sock, _ = self._sock.accept()
-            except OSError:
-                break  # no more for now, or closed
-            self._accepted(sock)
-        if self.fileno() >= 0:
-            self._poller.watch(self)
+                self._accepted(sock)
+        except BlockingIOError:
+            self._watch()
+        except OSError as error:
+            if self.fileno() >= 0:  # not closed: out of descriptors, say
+                log.warning("cannot accept a connection for now: %s", error)
+                self._executor.call_at(time.monotonic() + _TRY_AGAIN, self._watch)
 
     def close(self) -> None:
         self._sock.close()
+
+    def _watch(self) -> None:
+        if self.fileno() >= 0:
+            self._poller.watch(self)
