@@ -6,6 +6,7 @@ A worker is an object with no globals below it, so several can live in one proce
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -61,6 +62,7 @@ class Worker:
         self._meeting: Meeting | None = None
         self._turns = ShorterTurns(options.switch_interval)
         self._closed = False
+        self._process = os.getpid()
         self._codec = Codec(
             Limits(options.max_body, options.max_bulk),
             plain_only=options.allow is not None,
@@ -188,7 +190,7 @@ class Worker:
         Raises:
             CallTimeout: others did not come to the end in time. The worker is closed all the same.
         """
-        if self._closed:
+        if self._closed or self._is_copy():
             return
         try:
             if graceful:
@@ -198,7 +200,7 @@ class Worker:
 
     def close(self) -> None:
         """Leave now and free everything. Closing twice is fine."""
-        if self._closed:
+        if self._closed or self._is_copy():
             return
         self._closed = True
         if self._meeting is not None:
@@ -209,6 +211,10 @@ class Worker:
         self._turns.close()
         if not self._executor.join(_CLOSE):
             log.warning("worker %r: functions still run after shutdown", self.name)
+
+    def _is_copy(self) -> bool:
+        """Whether this is a forked child, whose sockets and threads are the parent's."""
+        return os.getpid() != self._process
 
     def _end_together(self, timeout: float) -> None:
         if self._meeting is not None and self._meeting.is_elastic:

@@ -63,7 +63,7 @@ def resolve(name: str) -> Any:
     """
     module, _, qualname = name.partition(":")
     try:
-        obj: Any = sys.modules.get(module) or importlib.import_module(module)
+        obj: Any = importlib.import_module(module)  # waits if it is just being imported
     except (ImportError, ValueError, TypeError) as error:  # or no name of a module
         raise LookupError(f"no module {module!r} here ({error})") from error
     for part in qualname.split("."):
