@@ -16,54 +16,23 @@ callbacks, so the role is never held during it.
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from ..errors import ProtocolError
-from ..threads import Bell, Executor
-from ..wire.frames import Frame, Limits, Parcel
+from ..threads import Bell
+from ..wire.frames import Frame, Parcel
 from ..wire.messages import GOODBYE, PING, PONG
-from .base import Answer, Receiver
-from .poller import Poller
-from .segments import Recycler, SegmentMap, SegmentPool
-from .spin import Spin
+from .base import Answer
+from .segments import SegmentMap, SegmentPool
+from .station import BROKEN, Station, describe_end
 from .streams import Stream
 
 _HOLD = 0.002
 _MOST_HELD = 16
 _FAREWELL = 1.0  # seconds to wait for a connection that is full
 _MOST_WAITING = 1024  # frames that may wait for another thread's write
-BROKEN = (EOFError, OSError, ProtocolError)
-"""What reading or writing raises when a connection is over."""
-
-
-@dataclass(slots=True)
-class Station:
-    """What all connections of a worker use."""
-
-    me: int
-    key: bytes
-    executor: Executor
-    poller: Poller
-    receiver: Receiver
-    limits: Limits
-    spin: Spin
-    recycler: Recycler
-
-    def stream(
-        self,
-        sock: socket.socket,
-        pool: SegmentPool | None,
-        segments: SegmentMap | None,
-    ) -> Stream:
-        """Frames on a socket, with large areas in shared memory where there is some."""
-        stream = Stream(sock, self.limits, self.recycler, self.executor.waiting)
-        stream.share_memory(pool, segments)
-        return stream
 
 
 class Channel:
@@ -408,10 +377,3 @@ class CallerChannel(Channel):
             if self._attending:
                 return  # the last one to leave does it
         super()._free()
-
-
-def describe_end(error: BaseException) -> str:
-    """Why a connection ended, for people."""
-    if isinstance(error, ProtocolError):
-        return f"connection closed, {error}"
-    return f"connection closed ({str(error) or type(error).__name__})"

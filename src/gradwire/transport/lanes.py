@@ -15,7 +15,7 @@ from collections.abc import Callable
 
 from ..errors import ProtocolError
 from ..wire.frames import Frame, Parcel
-from .channels import BROKEN, Station
+from .station import BROKEN, Station
 from .streams import Stream
 
 log = logging.getLogger("gradwire")

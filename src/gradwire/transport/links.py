@@ -19,11 +19,12 @@ from ..wire.frames import Frame, Parcel
 from ..wire.messages import PING
 from . import segments
 from .base import Card
-from .channels import BROKEN, CallerChannel, Channel, Station, describe_end
+from .channels import CallerChannel, Channel
 from .dialing import Dialer
 from .handshake import Purpose
 from .lanes import CallerLane, OwedLane, ServerLane
 from .segments import SegmentMap, SegmentPool
+from .station import BROKEN, Station, describe_end
 from .streams import Stream
 
 log = logging.getLogger("gradwire")

@@ -19,7 +19,6 @@ from ..threads import Executor
 from ..wire.frames import Frame, Limits, Parcel
 from . import addresses
 from .base import Answer, Card, Receiver
-from .channels import Station
 from .dialing import Dialer, receive_exactly
 from .handshake import (
     HELLO_SIZE,
@@ -34,6 +33,7 @@ from .links import IncomingLink, OutgoingLink
 from .poller import Poller
 from .segments import Recycler
 from .spin import Spin
+from .station import Station
 
 log = logging.getLogger("gradwire")
 

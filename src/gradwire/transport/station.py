@@ -1,0 +1,50 @@
+"""What all connections of a worker use, and how they end."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+
+from ..errors import ProtocolError
+from ..threads import Executor
+from ..wire.frames import Limits
+from .base import Receiver
+from .poller import Poller
+from .segments import Recycler, SegmentMap, SegmentPool
+from .spin import Spin
+from .streams import Stream
+
+BROKEN = (EOFError, OSError, ProtocolError)
+"""What reading or writing raises when a connection is over."""
+
+
+@dataclass(slots=True)
+class Station:
+    """What all connections of a worker use."""
+
+    me: int
+    key: bytes
+    executor: Executor
+    poller: Poller
+    receiver: Receiver
+    limits: Limits
+    spin: Spin
+    recycler: Recycler
+
+    def stream(
+        self,
+        sock: socket.socket,
+        pool: SegmentPool | None,
+        segments: SegmentMap | None,
+    ) -> Stream:
+        """Frames on a socket, with large areas in shared memory where there is some."""
+        stream = Stream(sock, self.limits, self.recycler, self.executor.waiting)
+        stream.share_memory(pool, segments)
+        return stream
+
+
+def describe_end(error: BaseException) -> str:
+    """Why a connection ended, for people."""
+    if isinstance(error, ProtocolError):
+        return f"connection closed, {error}"
+    return f"connection closed ({str(error) or type(error).__name__})"
