@@ -113,11 +113,11 @@ class Worker:
         """Begin to take part in a world of these workers."""
         for card in cards:
             self._agent.add_member(card)
-        self._transport.start(self.id, key, self._agent)
         if meeting is not None:
             self._meeting = meeting
             self._agent.directory = meeting
             self._agent.gone.subscribe(lambda info: meeting.leave(info.id))
+        self._transport.start(self.id, key, self._agent)
 
     def greet(self) -> None:
         """Tell everyone in an elastic world that we are here."""

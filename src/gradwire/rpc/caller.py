@@ -99,7 +99,9 @@ class Caller:
         seconds = self._seconds(timeout)
         deadline = time.monotonic() + seconds if seconds else _FOR_EVER
         call = peer.next_call()
-        future = CallFuture(call, peer.id, self._attend, Fate(what, peer.name))
+        future = CallFuture(
+            call, peer.id, deadline, self._attend, Fate(what, peer.name)
+        )
         with self._lock:
             self.started += calls
             self._calls.started(Pending(call, peer.id, seconds, deadline, future))
@@ -195,7 +197,7 @@ class Caller:
         while not future.done():
             if deadline is not None and time.monotonic() >= deadline:
                 return
-            until = min(self._deadline_of(future), deadline or _FOR_EVER)
+            until = min(future.deadline, deadline or _FOR_EVER)
             limit = None if until == _FOR_EVER else until
             if future.to != self._me:
                 self._read_for(future, limit)
@@ -220,11 +222,6 @@ class Caller:
         with self._executor.waiting():
             bell.wait_until(deadline)
         self._expire()
-
-    def _deadline_of(self, future: CallFuture) -> float:
-        with self._lock:
-            pending = self._calls.get(future.call)
-        return _FOR_EVER if pending is None else pending.deadline
 
     def _expire(self) -> None:
         """Fail the calls whose time is up."""

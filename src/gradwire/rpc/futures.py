@@ -39,10 +39,13 @@ _NONE_YET = object()
 class CallFuture(torch.futures.Future[Any]):
     """The result of a call, when it comes."""
 
-    def __init__(self, call: int, to: int, attend: Attend, fate: Fate) -> None:
+    def __init__(
+        self, call: int, to: int, deadline: float, attend: Attend, fate: Fate
+    ) -> None:
         super().__init__()
         self.call = call
         self.to = to
+        self.deadline = deadline
         self.fate = fate
         self._attend = attend
         self._result: Any = _NONE_YET

@@ -56,7 +56,6 @@ class Channel:
         self._state_lock = threading.Lock()
         self._closed = False  # the end has begun: nothing more is read or watched
         self._over = False  # the end is complete
-        self._said_goodbye = False
         self.heard_at = time.monotonic()
 
     def fileno(self) -> int:
@@ -156,7 +155,8 @@ class Channel:
         self._station.poller.drop(self)
         self._stream.hang_up()
         self._deliver_rest()
-        self._ended(None if self._said_goodbye or why is None else describe_end(why))
+        left = self._stream.reader.said_goodbye
+        self._ended(None if left or why is None else describe_end(why))
         self._wake_all()
         with self._state_lock:
             self._over = True
@@ -184,11 +184,12 @@ class Channel:
         self.heard_at = time.monotonic()
         notes = self._stream.reader.notes
         while notes:
-            kind = notes.popleft()
+            try:
+                kind = notes.popleft()
+            except IndexError:
+                return  # another thread was quicker
             if kind == PING:
                 self.note(PONG)
-            elif kind == GOODBYE:
-                self._said_goodbye = True
 
     def _write_outbox(self) -> None:
         outbox = self._outbox

@@ -100,6 +100,7 @@ class ServerLane:
         self._ended = ended
         self._lock = threading.Lock()
         self._parked = False  # in the poller's care, without a thread
+        self._over = False
 
     def fileno(self) -> int:
         return self._stream.sock.fileno()
@@ -124,8 +125,11 @@ class ServerLane:
                 del parcel
         except TimeoutError:
             with self._lock:
-                self._parked = True
-                station.poller.watch(self)
+                over, self._parked = self._over, not self._over
+                if not over:
+                    station.poller.watch(self)
+            if over:  # the poller may be closed before it could tell us
+                self._close()
         except BROKEN as error:
             if isinstance(error, ProtocolError):
                 log.warning("closed a lane from worker %d: %s", self._peer, error)
@@ -133,6 +137,8 @@ class ServerLane:
 
     def hang_up(self) -> None:
         """End it; the thread in it, if there is one, does the rest."""
+        with self._lock:
+            self._over = True
         self._stream.hang_up()
         if self._unpark():
             self._close()

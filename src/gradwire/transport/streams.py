@@ -19,7 +19,7 @@ from typing import Any
 from ..errors import ProtocolError
 from ..wire import memory
 from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
-from ..wire.messages import NOTES
+from ..wire.messages import GOODBYE, NOTES
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
 from .spin import Patience, Spin
 
@@ -37,6 +37,7 @@ class StreamReader:
     def __init__(self, sock: socket.socket, limits: Limits, recycler: Recycler) -> None:
         self.frames: deque[Frame] = deque()
         self.notes: deque[int] = deque()  # kinds of the transport's own messages
+        self.said_goodbye = False
         self.segments: SegmentMap | None = None
         self._sock = sock
         self._recv = sock.recv
@@ -119,6 +120,7 @@ class StreamReader:
 
     def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
         if header.kind in NOTES:
+            self.said_goodbye |= header.kind == GOODBYE
             self.notes.append(header.kind)
             return
         if header.segment:

@@ -131,7 +131,8 @@ class Codec:
         try:
             return self._general(FAILURE, _fields(failure), manner)
         except Exception:  # noqa: BLE001 user code; or it is larger than the limits
-            return self._general(FAILURE, _fields(_shorten(failure)), manner)
+            short = _shorten(failure, min(_MOST_TEXT, self._limits.body // 16))
+            return self._general(FAILURE, _fields(short), manner)
 
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
@@ -251,9 +252,10 @@ def describe_failure(error: BaseException, pickler: Serializer | None) -> Failur
     return Failure(type(error).__qualname__, message, trace, pickled, beside)
 
 
-def _shorten(failure: Failure) -> Failure:
-    message, trace = failure.message[:_MOST_TEXT], failure.trace[-_MOST_TEXT:]
-    return Failure(failure.type_name, message, trace, None, [])
+def _shorten(failure: Failure, most: int) -> Failure:
+    """Its beginning and the end of its trace, which fit into every limit."""
+    message, trace = failure.message[:most], failure.trace[-most:]
+    return Failure(failure.type_name[:most], message, trace, None, [])
 
 
 def revive_failure(failure: Failure, worker: str) -> Exception:

@@ -1,0 +1,176 @@
+"""Processes for tests: Python scripts that are started, listened to, and ended for sure.
+
+The test itself can be one of the workers: `serve` starts others that join its world and
+wait. They can import the tests' own functions.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import gradwire
+from gradwire.transport.rendezvous import find_place
+from gradwire.worker import Worker
+from sockets_world import LIMIT, close_world, join_world
+
+PATHS = [Path(gradwire.__file__).parents[1], Path(__file__).parent]
+
+SERVER = """
+import json, sys
+import gradwire as gw
+name, rank, size, url, options = json.loads(sys.argv[1])
+with gw.init_rpc(name, None, rank, size, init_method=url, **options):
+    print("ready", flush=True)
+    sys.stdin.read()  # until told to end
+"""
+
+
+class Process:
+    """A Python script under way."""
+
+    def __init__(self, command: list[str], environment: dict[str, str]) -> None:
+        path = os.pathsep.join(map(str, PATHS))
+        self._popen = subprocess.Popen(
+            [sys.executable, "-u", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path, **environment},
+        )
+        self._printed = threading.Condition()
+        self._lines: dict[str, list[str]] = {"output": [], "errors": []}
+        self._over = 0
+        self._readers = [
+            threading.Thread(target=self._read, args=pipe)
+            for pipe in (
+                ("output", self._popen.stdout),
+                ("errors", self._popen.stderr),
+            )
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    @property
+    def output(self) -> str:
+        return "".join(self._lines["output"])
+
+    @property
+    def errors(self) -> str:
+        return "".join(self._lines["errors"])
+
+    def wait_for(self, text: str) -> None:
+        """Wait until it has printed that."""
+        with self._printed:
+            self._printed.wait_for(
+                lambda: text in self.output or self._over == 2, LIMIT
+            )
+        assert text in self.output, f"{text!r} was not printed"
+
+    def tell_to_end(self) -> None:
+        """Close its standard input; more than once is fine."""
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        self._popen.send_signal(signal.SIGINT)
+
+    def stop(self) -> None:
+        self._popen.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        self._popen.send_signal(signal.SIGCONT)
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def wait(self) -> int:
+        """Its exit code, when it has ended by itself."""
+        code = self._popen.wait(LIMIT)
+        self._join()
+        return code
+
+    def close(self) -> None:
+        """End it, whatever it does."""
+        self._popen.kill()
+        self._popen.wait()
+        self._join()
+        assert self._popen.stdin is not None
+        self._popen.stdin.close()
+
+    def _join(self) -> None:
+        for reader in self._readers:
+            reader.join(LIMIT)
+
+    def _read(self, kind: str, pipe: IO[bytes]) -> None:
+        with pipe:
+            for line in pipe:
+                with self._printed:
+                    self._lines[kind].append(line.decode(errors="replace"))
+                    self._printed.notify_all()
+        with self._printed:
+            self._over += 1
+            self._printed.notify_all()
+
+
+class Processes:
+    """All processes of one test, in a folder of its own."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._started: list[Process] = []
+        self._scripts = 0
+        self._server: Path | None = None
+
+    @property
+    def url(self) -> str:
+        """Where workers of this test can meet."""
+        return f"file://{self._folder}/meet"
+
+    def script(self, source: str) -> Path:
+        """A file with this source."""
+        self._scripts += 1
+        path = self._folder / f"script{self._scripts}.py"
+        path.write_text(source)
+        return path
+
+    def run(self, script: Path, *args: object, **environment: str) -> Process:
+        """Start a script."""
+        process = Process([str(script), *map(str, args)], environment)
+        self._started.append(process)
+        return process
+
+    def serve(self, rank: int, size: int, **options: Any) -> Process:
+        """Start a worker that runs what others ask for, until it is told to end."""
+        settings = [f"worker{rank}", rank, size, self.url, options]
+        if self._server is None:
+            self._server = self.script(SERVER)
+        return self.run(self._server, json.dumps(settings))
+
+    @contextmanager
+    def world(self, size: int, **options: Any) -> Iterator[Worker]:
+        """Be worker0 of a world of that size, and shut down with all others in the end."""
+        place = find_place(self.url, None, 0, size, LIMIT)
+        worker = join_world("worker0", place, **options)
+        try:
+            yield worker
+        except BaseException:
+            worker.shutdown(graceful=False)
+            raise
+        for process in self._started:
+            process.tell_to_end()
+        close_world([worker])
+
+    def close(self) -> None:
+        """End all of them. pytest shows what is written here if the test failed."""
+        for number, process in enumerate(self._started):
+            process.close()
+            sys.stdout.write(f"--- process {number}, output:\n{process.output}")
+            sys.stdout.write(f"--- process {number}, errors:\n{process.errors}")
