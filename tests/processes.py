@@ -18,7 +18,7 @@ from typing import IO, Any
 import gradwire
 from gradwire.transport.rendezvous import find_place
 from gradwire.worker import Worker
-from sockets_world import LIMIT, close_world, join_world
+from sockets_world import LIMIT, close_world, join_world, wait_until
 
 PATHS = [Path(gradwire.__file__).parents[1], Path(__file__).parent]
 
@@ -83,7 +83,14 @@ class Process:
         self._popen.send_signal(signal.SIGINT)
 
     def stop(self) -> None:
+        """Stop it, and wait until none of its threads runs any more."""
         self._popen.send_signal(signal.SIGSTOP)
+        wait_until(self._stands_still)
+
+    def _stands_still(self) -> bool:
+        tasks = Path(f"/proc/{self._popen.pid}/task").glob("*/stat")
+        states = [task.read_text().rpartition(")")[2].split()[0] for task in tasks]
+        return set(states) == {"T"}
 
     def go_on(self) -> None:
         self._popen.send_signal(signal.SIGCONT)

@@ -32,6 +32,7 @@ from .streams import Stream
 _HOLD = 0.002
 _MOST_HELD = 16
 _FAREWELL = 1.0  # seconds to wait for a connection that is full
+_MOST_IN_PASSING = 64  # answers that a waiter delivers beside its own
 _MOST_WAITING = 1024  # frames that may wait for another thread's write
 
 
@@ -87,8 +88,7 @@ class Channel:
         self._outbox.append(parcel.header(call) + parcel.body)
         if not more or len(self._outbox) >= _MOST_HELD:
             self.flush()
-        elif not self._flush_due:
-            self._flush_due = True
+        else:
             self._hold()
         if self._closed:  # so late that the end has not seen it
             raise ConnectionResetError("connection closed")
@@ -199,8 +199,10 @@ class Channel:
 
     def _hold(self) -> None:
         """See to it that what was held back goes out soon."""
-        due = time.monotonic() + _HOLD
-        self._station.executor.call_at(due, self._flush_late)
+        if not self._flush_due:
+            self._flush_due = True
+            due = time.monotonic() + _HOLD
+            self._station.executor.call_at(due, self._flush_late)
 
     def _flush_late(self) -> None:
         self._flush_due = False
@@ -267,6 +269,8 @@ class CallerChannel(Channel):
                         bell.wait_until(deadline)
                 if deadline is not None and time.monotonic() >= deadline:
                     return
+            for _ in range(min(len(self._frames), _MOST_IN_PASSING)):
+                self._deliver_next()  # likely what this thread asks for next
         finally:
             self._waiters.pop(call, None)
             self._leave()
@@ -336,17 +340,19 @@ class CallerChannel(Channel):
         with self._state_lock:
             self._attending -= 1
             last = not self._attending
-            if last and not self._closed:
-                self._station.poller.watch(self)
-        if last and self._over:
+        if not last:
+            self._hand_over()
+        elif self._over:
             self._free()
-        elif last and self._frames:
-            self._take_in()
+        elif self._posted > self._answered:  # who left will soon wait for the next
+            self._hold()
         else:
             self._hand_over()
 
     def _hold(self) -> None:
         """A burst: reading its answers one by one as they come would only slow it down."""
+        if self._flush_due:
+            return
         super()._hold()
         with self._state_lock:
             if not self._attending and not self._closed:
@@ -354,6 +360,8 @@ class CallerChannel(Channel):
 
     def _flush_late(self) -> None:
         super()._flush_late()
+        if not self._attending:
+            self._take_in()
         self._hand_over()
 
     def _hand_over(self) -> None:
