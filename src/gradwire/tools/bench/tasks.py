@@ -78,8 +78,8 @@ def _outstanding(caller: Caller, count: int = 2000) -> Sample:
         for future in futures:
             future.wait()
 
-    _each(burst, 1)
-    return {"median": median(_each(burst, 3)) / count}
+    _each(burst, 2)
+    return {"median": median(_each(burst, 5)) / count}
 
 
 def _one_async(caller: Caller, count: int = 300) -> Sample:
