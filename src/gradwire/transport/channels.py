@@ -32,6 +32,7 @@ from .streams import Stream
 _HOLD = 0.002
 _MOST_HELD = 16
 _FAREWELL = 1.0  # seconds to wait for a connection that is full
+_MOST_POSTPONED = 8  # times `_HOLD` that a burst may go on before its answers are read
 _MOST_IN_PASSING = 64  # answers that a waiter delivers beside its own
 _MOST_WAITING = 1024  # frames that may wait for another thread's write
 
@@ -243,6 +244,8 @@ class CallerChannel(Channel):
         self._waiters: dict[int, Bell] = {}
         self._attending = 0
         self._posted = 0
+        self._posted_before = 0  # at the last look at a burst
+        self._postponed = 0  # how often its reading was put off
         self._answered = 0
 
     def post(self, call: int, parcel: Parcel) -> None:
@@ -360,6 +363,12 @@ class CallerChannel(Channel):
 
     def _flush_late(self) -> None:
         super()._flush_late()
+        goes_on, self._posted_before = self._posted != self._posted_before, self._posted
+        if goes_on and self._postponed < _MOST_POSTPONED:
+            self._postponed += 1
+            self._hold()
+            return
+        self._postponed = 0
         if not self._attending:
             self._take_in()
         self._hand_over()
