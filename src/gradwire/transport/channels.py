@@ -1,17 +1,19 @@
 """The shared connection of a link: posted requests one way, their answers the other.
 
 Sending: bursts are coalesced. A small frame may be held back if more are about to follow; it goes
-out with them, when someone begins to wait, or after `_HOLD` seconds.
+out with them, when someone begins to wait, or after `_HOLD` seconds. A thread that finds another
+one writing leaves its frame to that one, so that a full socket holds up one thread, not all.
 
 Receiving, where requests arrive (`Channel`): the poller's thread takes frames in and makes each a
 task.
 
 Receiving, where answers arrive (`CallerChannel`): who waits, reads. At most one thread reads at a
-time (it has the *role*); other waiters sleep until their answer was delivered or the role is
-free. While nobody waits, the poller reads. An answer is at every moment in one of four places,
-and a waiter looks for its own in this order before it sleeps in the socket: delivered; in
-`frames`; being delivered by another thread (`_in_delivery`); not yet read. Delivery runs user
-callbacks, so the role is never held during it.
+time (it has the *role*). While nobody waits, the poller reads, unless a burst is being sent. An
+answer is at every moment in one of four places, and a waiter looks for its own in this order
+before it sleeps in the socket: delivered; in `frames`; being delivered by another thread
+(`_in_delivery`); not yet read. Waiters without the role sleep until the answer itself wakes them,
+whoever completes it, or the role is free. Delivery runs user callbacks, so the role is never held
+during it.
 """
 
 from __future__ import annotations
