@@ -74,7 +74,7 @@ class EachCallLeavesOnce(RuleBasedStateMachine):
     def gone(self, calls: list[Pending]) -> None:
         for call in calls:
             assert self.waiting.pop(call.call) is call
-            assert self.table.get(call.call) is None
+            assert call.call not in {p.call for p in self.table}
         self.left += calls
 
     @invariant()

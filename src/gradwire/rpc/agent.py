@@ -22,6 +22,7 @@ from ..wire.codec import Codec
 from ..wire.frames import Frame, Parcel
 from ..wire.functions import describe
 from ..wire.messages import FAILURE, RESULT, Call
+from . import modes
 from .caller import Caller
 from .futures import CallFuture
 from .members import Members
@@ -49,6 +50,21 @@ class _Nobody:
 
     def card(self, number: int) -> Card | None:
         return None
+
+
+def prepare(func: Any, args: Any, kwargs: Any) -> Call:
+    """A user's call, checked, with this thread's modes.
+
+    Raises:
+        TypeError: naming what cannot be called or passed.
+    """
+    if not callable(func):
+        raise TypeError(f"{func!r} cannot be called: give a function")
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
+    return Call(func, tuple(args or ()), dict(kwargs or {}), modes.capture())
 
 
 class Agent:
@@ -109,13 +125,18 @@ class Agent:
         try:
             card = self.members.find(to)
         except (ValueError, WorkerLostError):
-            newcomer = self.directory.find(to) if isinstance(to, str) else None
+            newcomer = self._look_up(to)
             if newcomer is not None:
                 self.add_member(newcomer)
             if newcomer is None or self.members.get(newcomer.id) is None:
                 raise  # nobody, or the directory still lists the one that is gone
             card = newcomer
         return self._peers[card.id]
+
+    def _look_up(self, to: str | int | WorkerInfo) -> Card | None:
+        if isinstance(to, str):
+            return self.directory.find(to)
+        return self.directory.card(to if isinstance(to, int) else to.id)
 
     def watch_over_all(self) -> None:
         """See to it that the loss of any worker is noticed, also of one nobody speaks to."""
@@ -135,12 +156,14 @@ class Agent:
     def call_sync(
         self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
     ) -> Any:
-        return self.caller.call_sync(self.peer(to), func, args, kwargs, timeout)
+        call = prepare(func, args, kwargs)
+        return self.caller.call_sync(self.peer(to), call, timeout)
 
     def call_async(
         self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
     ) -> CallFuture:
-        return self.caller.call_async(self.peer(to), func, args, kwargs, timeout)
+        call = prepare(func, args, kwargs)
+        return self.caller.call_async(self.peer(to), call, timeout)
 
     def request(
         self, to: int, message: Any, timeout: float | None = None
@@ -149,6 +172,12 @@ class Agent:
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
         return self.caller.post(peer, parcel, type(message), timeout)
+
+    def ask(self, to: int, message: Any, timeout: float | None = None) -> Any:
+        """Send an upper layer's message; its answer."""
+        peer = self.peer(to)
+        parcel = self._codec.message(message, peer.manner)
+        return self.caller.ask(peer, parcel, type(message), timeout)
 
     def handle(self, kind: int, message: type, handler: Handler) -> None:
         """Have an upper layer's messages handled: `handler(sender, message)` returns the answer."""
@@ -201,7 +230,9 @@ class Agent:
         value.future.add_done_callback(finished)
 
     def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
-        message = self._codec.open(frame)
+        message = self._codec.open(frame, sender)
+        for wait in frame.waits:
+            wait.wait()
         return message, self._handlers[type(message)](sender, message)
 
     def _run_call(self, sender: int, call: Call) -> Any:

@@ -17,12 +17,11 @@ from ..options import Options
 from ..threads import Bell, Executor
 from ..transport.base import Transport
 from ..wire.codec import Codec, revive_failure
-from ..wire.frames import Frame, Parcel
+from ..wire.frames import Frame, Freight, Parcel
 from ..wire.functions import describe
-from ..wire.messages import Call, Failure
-from . import modes
+from ..wire.messages import RESULT, Call, Failure
 from .calls import CallsInFlight, Pending
-from .futures import CallFuture, Fate
+from .futures import CallFuture, Fate, settle
 from .peers import Peer
 
 _FOR_EVER = float("inf")
@@ -41,7 +40,6 @@ class Caller:
         codec: Codec,
         deliver: Callable[[int, Frame], None],
     ) -> None:
-        self.started = 0  # calls ever made from here
         self._me = me
         self._default_timeout = options.timeout
         self._executor = executor
@@ -52,39 +50,50 @@ class Caller:
         self._lock = threading.Lock()
         self._calls = CallsInFlight()
         self._readers: dict[int, int] = {}  # by call, the thread that reads for it
-        self._exchanging = 0  # calls under way by lanes
+        self._opening: set[int] = set()  # calls whose answer is here, not yet decoded
+        self._exchanging: dict[int, int] = {}  # by number, whom a lane is used to call
+        self._exchanges = 0  # ever made, and so the next one's number
+        self._posted = 0  # users' calls ever posted
         self._alarm = _FOR_EVER
 
     @property
     def in_flight(self) -> int:
-        return len(self._calls) + self._exchanging
+        return len(self._calls) + len(self._exchanging)
 
-    def call_sync(
-        self, peer: Peer, func: Any, args: Any, kwargs: Any, timeout: float | None
-    ) -> Any:
-        """Call and wait; by a lane of its own where there are lanes."""
-        if not self._transport.has_lanes or peer.id == self._me:
-            return self.call_async(peer, func, args, kwargs, timeout).wait()
-        parcel = self._encode(peer, func, args, kwargs)
-        seconds = self._seconds(timeout)
+    @property
+    def started(self) -> int:
+        """Users' calls ever made from here."""
+        return self._posted + self._exchanges
+
+    def underway(self, to: int) -> set[int]:
+        """The calls to a worker that may still be answered."""
         with self._lock:
-            self.started += 1
-            self._exchanging += 1
-        try:
-            frame = self._transport.exchange(peer.card, parcel, seconds or None)
-        except TimeoutError:
-            raise CallTimeout(describe(func), peer.name, seconds) from None
-        finally:
-            with self._lock:
-                self._exchanging -= 1
-        return self._open(peer, func, frame)
+            posted = {pending.call for pending in self._calls if pending.to == to}
+            lanes = {~number for number, at in self._exchanging.items() if at == to}
+            return posted | lanes | self._opening
+
+    def call_sync(self, peer: Peer, call: Call, timeout: float | None) -> Any:
+        """Call and wait."""
+        if not self._has_lane(peer):
+            return self.call_async(peer, call, timeout).wait()
+        return self._exchange(peer, self.encode(peer, call), call.function, timeout)
 
     def call_async(
-        self, peer: Peer, func: Any, args: Any, kwargs: Any, timeout: float | None
+        self,
+        peer: Peer,
+        call: Call,
+        timeout: float | None,
+        make: type[CallFuture] = CallFuture,
     ) -> CallFuture:
         """Call; the future of the result."""
-        parcel = self._encode(peer, func, args, kwargs)
-        return self.post(peer, parcel, func, timeout, calls=1)
+        parcel = self.encode(peer, call)
+        return self.post(peer, parcel, call.function, timeout, make=make, calls=1)
+
+    def ask(self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None) -> Any:
+        """Send a request and wait for its answer; by a lane of its own where there are lanes."""
+        if self._has_lane(peer):
+            return self._exchange(peer, parcel, what, timeout)
+        return self.post(peer, parcel, what, timeout).wait()
 
     def post(
         self,
@@ -93,18 +102,18 @@ class Caller:
         what: Any,
         timeout: float | None,
         *,
+        make: type[CallFuture] = CallFuture,
         calls: int = 0,
     ) -> CallFuture:
         """Send a request; the future of its answer. It counts as so many calls of a user."""
         seconds = self._seconds(timeout)
         deadline = time.monotonic() + seconds if seconds else _FOR_EVER
         call = peer.next_call()
-        future = CallFuture(
-            call, peer.id, deadline, self._attend, Fate(what, peer.name)
-        )
+        future = make(call, peer.id, deadline, self._attend, Fate(what, peer.name))
+        pending = Pending(call, peer.id, seconds, deadline, future, parcel.freight)
         with self._lock:
-            self.started += calls
-            self._calls.started(Pending(call, peer.id, seconds, deadline, future))
+            self._posted += calls
+            self._calls.started(pending)
             sooner = deadline < self._alarm
             if sooner:
                 self._alarm = deadline
@@ -117,13 +126,21 @@ class Caller:
         """An answer came."""
         with self._lock:
             pending = self._calls.answered(frame.call)
-        if pending is None:
-            return  # too late, or repeated
+            if pending is None:
+                return  # too late, or repeated
+            self._opening.add(frame.call)
+        for freight in pending.freight:
+            _account(freight, frame.kind == RESULT)
         future = pending.answer
         try:
             value = self._open(peer, future.fate.what, frame)
         except Exception as error:  # noqa: BLE001 user code
             future.set_exception(error)
+            return
+        finally:
+            self._opening.discard(frame.call)
+        if frame.waits:  # not here: this thread reads for others too
+            self._executor.submit(lambda: settle(future, lambda: _after(frame, value)))
         else:
             future.set_result(value)
 
@@ -132,15 +149,14 @@ class Caller:
         with self._lock:
             orphans = self._calls.worker_lost(worker)
         for pending in orphans:
-            error = WorkerLostError(pending.answer.fate.worker, reason)
-            pending.answer.set_exception(error)
+            _fail(pending, WorkerLostError(pending.answer.fate.worker, reason))
 
     def close(self) -> None:
         """Fail what is in flight."""
         with self._lock:
             orphans = [p for p in self._calls if self._calls.answered(p.call)]
         for pending in orphans:
-            pending.answer.set_exception(ClosedError("this worker was shut down"))
+            _fail(pending, ClosedError("this worker was shut down"))
 
     def wait_quiet(self) -> None:
         """Wait until nothing is in flight from here."""
@@ -149,22 +165,44 @@ class Caller:
         while self._exchanging:
             time.sleep(0.001)  # other threads of this process; each ends by itself
 
-    def _encode(self, peer: Peer, func: Any, args: Any, kwargs: Any) -> Parcel:
-        if not callable(func):
-            raise TypeError(f"{func!r} cannot be called: give a function")
-        if args is not None and not isinstance(args, (tuple, list)):
-            raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
-        if kwargs is not None and not isinstance(kwargs, dict):
-            raise TypeError(
-                f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}"
-            )
-        call = Call(func, tuple(args or ()), dict(kwargs or {}), modes.capture())
+    def encode(self, peer: Peer, call: Call) -> Parcel:
+        """A call as a parcel.
+
+        Raises:
+            TypeError, ValueError: it cannot be sent.
+        """
         try:
             return self._codec.call(call, peer.manner)
         except (RecursionError, pickle.PicklingError) as error:
             if "recursion" not in str(error):
                 raise
-            raise TypeError(f"arguments of {describe(func)} nest too deep") from error
+            what = describe(call.function)
+            raise TypeError(f"arguments of {what} nest too deep") from error
+
+    def _has_lane(self, peer: Peer) -> bool:
+        return self._transport.has_lanes and peer.id != self._me
+
+    def _exchange(
+        self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None
+    ) -> Any:
+        seconds = self._seconds(timeout)
+        with self._lock:
+            self._exchanges += 1
+            number = self._exchanges
+            self._exchanging[number] = peer.id
+        arrived = False
+        try:
+            try:
+                frame = self._transport.exchange(peer.card, parcel, seconds or None)
+            except TimeoutError:
+                raise CallTimeout(describe(what), peer.name, seconds) from None
+            arrived = frame.kind == RESULT
+            return _after(frame, self._open(peer, what, frame))
+        finally:
+            with self._lock:
+                del self._exchanging[number]
+            for freight in parcel.freight:
+                _account(freight, arrived)
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
@@ -190,7 +228,7 @@ class Caller:
         with self._lock:
             pending = self._calls.answered(call)
         if pending is not None:
-            pending.answer.set_exception(error)
+            _fail(pending, error)
 
     def _wait_for(self, future: CallFuture, deadline: float | None) -> None:
         """Wait until a future is done, or the deadline."""
@@ -235,13 +273,14 @@ class Caller:
             self._executor.call_at(self._alarm, self._expire)
         for pending in late:
             fate = pending.answer.fate
-            error = CallTimeout(describe(fate.what), fate.worker, pending.timeout)
-            pending.answer.set_exception(error)
+            _fail(
+                pending, CallTimeout(describe(fate.what), fate.worker, pending.timeout)
+            )
 
     def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:
         """What an answer says; raises what it says was raised."""
         try:
-            message = self._codec.open(frame)
+            message = self._codec.open(frame, peer.id)
         except Exception as error:
             raise TypeError(
                 f"the result of {describe(func)} on worker {peer.name!r} cannot be "
@@ -250,3 +289,23 @@ class Caller:
         if type(message) is Failure:
             raise revive_failure(message, peer.name)
         return message.value
+
+
+def _after(frame: Frame, value: Any) -> Any:
+    """The value of a frame, when all that has to come before is done."""
+    for wait in frame.waits:
+        wait.wait()
+    return value
+
+
+def _account(freight: Freight, arrived: bool) -> None:
+    if arrived:
+        freight.delivered()
+    else:
+        freight.in_doubt()
+
+
+def _fail(pending: Pending, error: Exception) -> None:
+    for freight in pending.freight:
+        freight.in_doubt()
+    pending.answer.set_exception(error)

@@ -5,7 +5,7 @@ Pure: no I/O, no locks, no clock. `agent.py` carries out what follows and holds 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ class Pending:
     deadline: float
     answer: Any
     """What the driver completes."""
+    freight: Sequence[Any] = ()
+    """What upper layers keep books about in the request."""
 
 
 @dataclass(slots=True)
@@ -36,9 +38,6 @@ class CallsInFlight:
 
     def started(self, pending: Pending) -> None:
         self._pending[pending.call] = pending
-
-    def get(self, call: int) -> Pending | None:
-        return self._pending.get(call)
 
     def answered(self, call: int) -> Pending | None:
         """The call that this answers; None if it is no longer waited for."""
@@ -73,9 +72,12 @@ class Seen:
     """All numbers below this one have come."""
     _above: set[int] = field(default_factory=set)
 
+    def __contains__(self, call: int) -> bool:
+        return call < self._below or call in self._above
+
     def is_new(self, call: int) -> bool:
         """Whether this is the first time; notes it."""
-        if call < self._below or call in self._above:
+        if call in self:
             return False
         if call != self._below:
             self._above.add(call)

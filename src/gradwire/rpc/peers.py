@@ -22,7 +22,7 @@ class Peer:
         self.id = card.id
         self.name = card.name
         same_main = bool(main) and card.main == main
-        self.manner = Manner(plain=card.plain or plain, same_main=same_main)
+        self.manner = Manner(card.plain or plain, same_main, card.id)
         self._numbers = itertools.count(1)
         self._seen = Seen()
         self._lock = threading.Lock()

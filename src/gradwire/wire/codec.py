@@ -25,6 +25,7 @@ import torch
 from .. import errors
 from ..errors import NotAllowedError, ProtocolError, RemoteError
 from . import plain, tensors
+from .cargo import Cargo, Carrier
 from .frames import Frame, Limits, Parcel
 from .functions import Names
 from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
@@ -49,6 +50,8 @@ class Manner(NamedTuple):
     """It accepts no pickles."""
     same_main: bool = False
     """It runs the same script, so what that defines can go by name."""
+    to: int = -1
+    """Who it is."""
 
 
 class Codec:
@@ -66,7 +69,8 @@ class Codec:
         self._custom = custom
         self._names = Names()
         self._reducers: dict[type, Reducer] = {}
-        self._kinds: dict[type, int] = {}
+        self._carriers: dict[type, Carrier] = {}
+        self._kinds: dict[type, int] = {Call: CALL}
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
             False: Encoder(SHORT, dump_pickle),
@@ -91,17 +95,26 @@ class Codec:
         """Pickle objects of exactly this type with `reducer`, as `copyreg` would."""
         self._reducers[kind] = reducer
 
+    def carry(self, kind: type, carrier: Carrier) -> None:
+        """Let a carrier keep the books about objects of exactly this type."""
+        self._carriers[kind] = carrier
+
     def call(self, call: Call, manner: Manner) -> Parcel:
-        """A call as a parcel.
+        """A call as a parcel; also of a message of an upper layer that is one.
 
         Raises:
             TypeError: an argument cannot be sent.
             ValueError: it is larger than the limits.
         """
-        name = self._names.name_of(call.function, manner.same_main)
+        kind = self._kinds[type(call)]
+        name = call.function
+        if type(name) is not str:
+            name = self._names.name_of(name, manner.same_main)
         if name is not None and self._custom is None:
-            subject = Subject(CALL, name, tuple(call.kwargs), call.modes)
+            subject = Subject(kind, name, tuple(call.kwargs), call.modes)
             values = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
+            if kind != CALL:
+                values = (call.ids, *values)
             parcel = self._short(subject, values, manner)
             if parcel is not None:
                 return parcel
@@ -111,8 +124,8 @@ class Codec:
                 "accepts no functions by value (it has an allow-list)"
             )
         target = call.function if name is None else name
-        fields = (target, call.args, call.kwargs, call.modes)
-        return self._general(CALL, fields, manner)
+        fields = (target, call.args, call.kwargs, call.modes, call.ids)
+        return self._general(kind, fields, manner)
 
     def result(self, value: Any, manner: Manner) -> Parcel:
         if self._custom is None:
@@ -136,10 +149,12 @@ class Codec:
 
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
-        return self._general(self._kinds[type(message)], _fields(message), manner)
+        kind, fields = self._kinds[type(message)], _fields(message)
+        parcel = self._short(Subject(kind), fields, manner)
+        return self._general(kind, fields, manner) if parcel is None else parcel
 
-    def open(self, frame: Frame) -> Any:
-        """The message in a frame.
+    def open(self, frame: Frame, sender: int = -1) -> Any:
+        """The message in a frame. It may be used after `frame.waits`.
 
         Raises:
             ProtocolError: the bytes make no sense.
@@ -148,10 +163,15 @@ class Codec:
         """
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            return _from_values(frame.kind, *decoder.decode(frame.body, frame.area))
+            subject, values = decoder.decode(frame.body, frame.area)
+            return self._from_values(frame.kind, subject, values)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
             raise self._refusal(frame.encoding)
+        if frame.encoding == GENERAL and self._carriers:
+            cargo = Cargo(self._carriers, sender)
+            loader = PickleSerializer(self._reducers, same_main=True, cargo=cargo)
+            frame.waits = cargo.waits
         body = memoryview(frame.body)
         arrived, at = tensors.unpack(body, frame.area)
         return self._from_fields(frame.kind, loader.loads(body[at:], arrived))
@@ -164,6 +184,23 @@ class Codec:
         if encoding == CUSTOM:
             return ProtocolError("message for a serializer that this worker lacks")
         return ProtocolError(f"unknown encoding {encoding}")
+
+    def _from_values(self, kind: int, subject: Subject, values: list[Any]) -> Any:
+        if subject.kind != kind:
+            raise ProtocolError(f"message {kind} with a signature of {subject.kind}")
+        if kind == RESULT and (subject.spread or len(values) == 1):
+            return Result(tuple(values) if subject.spread else values[0])
+        if subject.name is None:
+            return self._from_fields(kind, tuple(values))
+        ids = () if kind == CALL or not values else values.pop(0)
+        count = len(values) - len(subject.keywords)
+        if count < 0:
+            raise ProtocolError(f"message {kind} with more names than values")
+        kwargs = dict(zip(subject.keywords, values[count:], strict=True))
+        if kind == CALL:
+            return Call(subject.name, tuple(values[:count]), kwargs, subject.modes)
+        fields = (subject.name, tuple(values[:count]), kwargs, subject.modes, ids)
+        return self._from_fields(kind, fields)
 
     def _from_fields(self, kind: int, fields: tuple[Any, ...]) -> Any:
         if not isinstance(fields, (tuple, list)):
@@ -188,25 +225,31 @@ class Codec:
 
     def _general(self, kind: int, fields: tuple[Any, ...], manner: Manner) -> Parcel:
         found: list[torch.Tensor] = []
-        encoding, serializer = self._serializer(manner)
-        data = serializer.dumps(fields, found)
-        if encoding == CUSTOM and not all(map(tensors.is_plain, found)):
-            raise TypeError(
-                "a serializer can put only dense CPU tensors beside its bytes"
-            )
-        packed = tensors.pack(found)
-        body = b"".join((*packed.head, data))
-        parcel = Parcel(kind, encoding, body, packed.bulk, packed.bulk_length)
-        parcel.check(self._limits)
+        cargo = Cargo(self._carriers, manner.to, is_reply=kind == RESULT)
+        encoding, serializer = self._serializer(manner, cargo)
+        try:
+            data = serializer.dumps(fields, found)
+            if encoding == CUSTOM and not all(map(tensors.is_plain, found)):
+                raise TypeError(
+                    "a serializer can put only dense CPU tensors beside its bytes"
+                )
+            packed = tensors.pack(found)
+            body = b"".join((*packed.head, data))
+            parcel = Parcel(kind, encoding, body, packed.bulk, packed.bulk_length)
+            parcel.check(self._limits)
+        except BaseException:
+            cargo.take_back()
+            raise
+        parcel.freight = cargo.freight
         return parcel
 
-    def _serializer(self, manner: Manner) -> tuple[int, Serializer]:
+    def _serializer(self, manner: Manner, cargo: Cargo) -> tuple[int, Serializer]:
         if manner.plain:
             return PLAIN_GENERAL, plain
         if self._custom is not None:
             return CUSTOM, self._custom
         same = manner.same_main
-        return GENERAL, PickleSerializer(self._reducers, same_main=same)
+        return GENERAL, PickleSerializer(self._reducers, same_main=same, cargo=cargo)
 
 
 def _fields(message: Any) -> tuple[Any, ...]:
@@ -215,24 +258,19 @@ def _fields(message: Any) -> tuple[Any, ...]:
 
 def _has_right_types(message: Any) -> bool:
     """Whether what we use of a message ourselves is what we expect; the rest is for others."""
-    if type(message) is Call:
-        _, args, kwargs, modes = _fields(message)
+    if isinstance(message, Call):
+        _, args, kwargs, modes, ids = _fields(message)
         kinds = (tuple, list)
-        is_modes = modes is None or isinstance(modes, kinds)
-        return isinstance(args, kinds) and type(kwargs) is dict and is_modes
+        return (
+            isinstance(args, kinds)
+            and type(kwargs) is dict
+            and (modes is None or isinstance(modes, kinds))
+            and isinstance(ids, kinds)
+            and all(type(number) is int for number in ids)
+        )
     if type(message) is Failure:
         return all(type(text) is str for text in _fields(message)[:3])
     return True
-
-
-def _from_values(kind: int, subject: Subject, values: list[Any]) -> Any:
-    count = len(values) - len(subject.keywords)
-    if kind == CALL and subject.name is not None and count >= 0:
-        kwargs = dict(zip(subject.keywords, values[count:], strict=True))
-        return Call(subject.name, tuple(values[:count]), kwargs, subject.modes)
-    if kind == RESULT and (subject.spread or len(values) == 1):
-        return Result(tuple(values) if subject.spread else values[0])
-    raise ProtocolError(f"message {kind} with a signature of {subject.kind}")
 
 
 def describe_failure(error: BaseException, pickler: Serializer | None) -> Failure:

@@ -21,7 +21,7 @@ import ctypes
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -39,6 +39,23 @@ class Piece(NamedTuple):
     tensor: torch.Tensor
 
 
+class Freight(Protocol):
+    """A part of a parcel that an upper layer keeps books about. One of these is called, once."""
+
+    def delivered(self) -> None:
+        """The other side has it."""
+
+    def in_doubt(self) -> None:
+        """The other side may have it or not."""
+
+
+class Wait(Protocol):
+    """Something that ends by itself."""
+
+    def wait(self) -> Any:
+        """Wait for its end; raises what went wrong."""
+
+
 @dataclass(slots=True)
 class Parcel:
     """A message ready to travel, but for where it goes."""
@@ -49,6 +66,7 @@ class Parcel:
     bulk: Sequence[Piece] = ()
     bulk_length: int = 0
     scope: int = 0
+    freight: Sequence[Freight] = ()
 
     def header(self, call: int, segment: int = 0) -> bytes:
         return HEADER.pack(
@@ -93,6 +111,8 @@ class Frame:
     scope: int
     body: bytes | memoryview
     area: Any = None  # a writable buffer that lives as long as the tensors made of it
+    waits: Sequence[Wait] = ()
+    """What must have come to its end before the message may be used; known when it is opened."""
 
 
 class Limits(NamedTuple):

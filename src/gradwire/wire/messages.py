@@ -26,6 +26,8 @@ class Call:
     kwargs: dict[str, Any]
     modes: tuple[Any, ...] | None
     """The caller's grad mode and autocast, if not the usual ones (`rpc/modes.py`)."""
+    ids: tuple[int, ...] = ()
+    """Numbers for an upper layer, whose messages that are calls too extend this class."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ import cloudpickle
 import torch
 
 from . import recipes
+from .cargo import Cargo
 from .functions import CHILD_MAIN, MAIN_MODULES
 
 Reducer = Callable[[Any], "tuple[Any, ...] | str"]
@@ -39,23 +40,34 @@ class Serializer(Protocol):
 class PickleSerializer:
     """The default serializer. `same_main`: the other worker runs the same script."""
 
-    def __init__(self, reducers: dict[type, Reducer], *, same_main: bool) -> None:
+    def __init__(
+        self,
+        reducers: dict[type, Reducer],
+        *,
+        same_main: bool,
+        cargo: Cargo | None = None,
+    ) -> None:
         self._reducers = reducers
         self._same_main = same_main
+        self._cargo = cargo
 
     def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
         child = sys.modules.get(CHILD_MAIN)
         if child is not None and not self._same_main:
             cloudpickle.register_pickle_by_value(child)  # which takes it for importable
         file = io.BytesIO()
-        _Pickler(file, tensors, self._reducers, self._same_main).dump(obj)
+        pickler = _Pickler(file, tensors, self._reducers, self._same_main)
+        pickler.cargo = self._cargo
+        pickler.dump(obj)
         return file.getvalue()
 
     def loads(self, data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
-        return _Unpickler(io.BytesIO(data), tensors).load()
+        return _Unpickler(io.BytesIO(data), tensors, self._cargo).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    cargo: Cargo | None = None
+
     def __init__(
         self,
         file: io.BytesIO,
@@ -72,6 +84,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         if kind in self._reducers:
             return self._reducers[kind](obj)
+        if self.cargo is not None and kind in self.cargo.carriers:
+            return carried, self.cargo.load(kind, obj)
         if kind is torch.Tensor:
             return self._tensor(obj)
         if isinstance(obj, torch.Tensor):
@@ -108,13 +122,19 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[torch.Tensor]) -> None:
+    def __init__(
+        self, file: io.BytesIO, tensors: list[torch.Tensor], cargo: Cargo | None
+    ) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._cargo = cargo
 
     def find_class(self, module: str, name: str) -> Any:
-        if name == "tensor_at" and module == __name__:
-            return self._tensors.__getitem__
+        if module == __name__:
+            if name == "tensor_at":
+                return self._tensors.__getitem__
+            if name == "carried" and self._cargo is not None:
+                return self._cargo.unload
         if module in MAIN_MODULES:
             module = "__main__"
         return super().find_class(module, name)
@@ -123,6 +143,11 @@ class _Unpickler(pickle.Unpickler):
 def tensor_at(index: int) -> torch.Tensor:
     """Stands in a pickle for a tensor beside it; only our unpickler can follow it."""
     raise pickle.UnpicklingError(f"tensor {index} is not part of this pickle")
+
+
+def carried(*fields: int) -> Any:
+    """Stands in a pickle for something of a carrier's."""
+    raise pickle.UnpicklingError("it can be carried in calls only")
 
 
 def _found_in_main(obj: Any) -> bool:

@@ -1,0 +1,58 @@
+"""Things in a message that are more than their bytes: both ends keep books about them.
+
+An upper layer registers a carrier for a type (`Codec.carry`). Such an object travels as a few
+numbers; the carrier is asked for them when it leaves and gets them when it arrives. What left is
+remembered with the parcel (`Parcel.freight`), so that whoever sends that can say what became of
+it; what must happen before the message may be used is remembered with the frame (`Frame.waits`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from .frames import Freight, Wait
+
+
+class Carrier(Protocol):
+    """Who keeps the books for one type."""
+
+    def load(
+        self, thing: Any, to: int, is_reply: bool
+    ) -> tuple[tuple[int, ...], Freight]:
+        """The numbers that stand for it on its way to a worker.
+
+        The freight of a reply is told of its end only if it was not sent: nobody answers a reply.
+        """
+
+    def unload(self, fields: tuple[int, ...], sender: int) -> tuple[Any, Wait | None]:
+        """What came, and what has to be waited for before it may be used."""
+
+
+@dataclass(slots=True)
+class Cargo:
+    """What one message carries: `worker` is whom it goes to or comes from."""
+
+    carriers: dict[type, Carrier]
+    worker: int
+    is_reply: bool = False
+    freight: list[Freight] = field(default_factory=list)
+    waits: list[Wait] = field(default_factory=list)
+
+    def load(self, kind: type, thing: Any) -> tuple[int, ...]:
+        fields, freight = self.carriers[kind].load(thing, self.worker, self.is_reply)
+        self.freight.append(freight)
+        place = list(self.carriers).index(kind)  # carriers are the same on all workers
+        return place, *fields
+
+    def unload(self, place: int, *fields: int) -> Any:
+        carrier = list(self.carriers.values())[place]
+        thing, wait = carrier.unload(fields, self.worker)
+        if wait is not None:
+            self.waits.append(wait)
+        return thing
+
+    def take_back(self) -> None:
+        """The message was not sent."""
+        for freight in self.freight:
+            freight.in_doubt()
