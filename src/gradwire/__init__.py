@@ -15,6 +15,7 @@ from .api import (
     on_join,
     on_leave,
     register_reducer,
+    remote,
     rpc_async,
     rpc_sync,
     shutdown,
@@ -27,10 +28,12 @@ from .errors import (
     NotAllowedError,
     ProtocolError,
     RemoteError,
+    StaleReferenceError,
     WorkerLostError,
 )
 from .ids import WorkerInfo
 from .options import Options
+from .rref.reference import RRef
 from .worker import Worker
 
 __version__ = "0.1.0"
@@ -43,7 +46,9 @@ __all__ = [
     "NotAllowedError",
     "Options",
     "ProtocolError",
+    "RRef",
     "RemoteError",
+    "StaleReferenceError",
     "Worker",
     "WorkerInfo",
     "WorkerLostError",
@@ -56,6 +61,7 @@ __all__ = [
     "on_join",
     "on_leave",
     "register_reducer",
+    "remote",
     "rpc",
     "rpc_async",
     "rpc_sync",

@@ -19,6 +19,9 @@ from .errors import ClosedError
 from .ids import WorkerInfo
 from .options import Options
 from .rpc.futures import CallFuture
+from .rref import reference
+from .rref.reference import RRef
+from .rref.service import References
 from .transport.rendezvous import find_place
 from .wire.pickling import Reducer
 from .worker import Worker, open_worker
@@ -136,6 +139,29 @@ def rpc_async(
     return current_worker().rpc_async(to, func, args, kwargs, timeout)
 
 
+def remote(
+    to: str | int | WorkerInfo,
+    func: Callable[..., Any],
+    args: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    timeout: float | None = None,
+) -> RRef[Any]:
+    """Call `func(*args, **kwargs)` on a worker; at once, a reference to its result there.
+
+    What the function raises is raised where the reference is used.
+
+    >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
+    >>> rref.rpc_sync().sum()
+    tensor(8.)
+    """
+    return current_worker().remote(to, func, args, kwargs, timeout)
+
+
+def debug_info() -> dict[str, Any]:
+    """Calls in flight, values owned and who holds them, references held and on their way."""
+    return current_worker().debug_info()
+
+
 def barrier(timeout: float | None = None) -> None:
     """Wait until all workers have called this."""
     current_worker().barrier(timeout)
@@ -206,5 +232,10 @@ def _after_fork() -> None:
     _starting = threading.Lock()
 
 
+def _find_service() -> References:
+    return current_worker().references
+
+
+reference.find_service = _find_service
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)

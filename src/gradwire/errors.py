@@ -5,6 +5,7 @@ GradwireError                 (a RuntimeError, so that code written for torch's 
 ├── NotAllowedError           you: the other worker does not let this be called, or sent
 ├── WorkerLostError           the world: a worker died, left, or cannot be reached
 ├── CallTimeout               the world: no answer in time (also a TimeoutError)
+├── StaleReferenceError       the world: the value of a reference is gone, with who kept it alive
 ├── ProtocolError             the other side: bytes that make no sense
 │   └── AuthenticationError   the other side: it does not know the world's key
 └── RemoteError               your function over there: it raised (the cause of what you catch)
@@ -51,6 +52,10 @@ class CallTimeout(GradwireError, TimeoutError):
 
     def __reduce__(self) -> tuple[type[CallTimeout], tuple[str, str, float]]:
         return type(self), (self.call, self.worker, self.seconds)
+
+
+class StaleReferenceError(GradwireError):
+    """The value of a reference was freed: the one who passed it on is gone, or was too slow."""
 
 
 class ProtocolError(GradwireError):

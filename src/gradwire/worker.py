@@ -19,6 +19,8 @@ from .rpc.collectives import Collectives
 from .rpc.futures import CallFuture
 from .rpc.messages import GREETING, Greeting
 from .rpc.runner import Runner
+from .rref.reference import RRef
+from .rref.service import References
 from .threads import Executor, ShorterTurns
 from .transport.base import Card, Transport
 from .transport.rendezvous import Meeting, Place
@@ -68,14 +70,22 @@ class Worker:
             plain_only=options.allow is not None,
             custom=options.serializer,
         )
+        runner = Runner(self._allow, self._executor.host)
         self._agent = Agent(
             self.card,
             options=options,
             executor=self._executor,
             transport=self._transport,
             codec=self._codec,
-            runner=Runner(self._allow, self._executor.host),
+            runner=runner,
         )
+        self.references = References(
+            self._agent,
+            executor=self._executor,
+            runner=runner,
+            timeout=options.timeout,
+        )
+        self._codec.carry(RRef, self.references.carriage)
         self._collectives = Collectives(self._agent)
         self._agent.handle(GREETING, Greeting, lambda sender, message: None)
 
@@ -153,6 +163,24 @@ class Worker:
         """Call a function on a worker; the future of its result."""
         return self._agent.call_async(to, func, args, kwargs, timeout)
 
+    def remote(
+        self,
+        to: str | int | WorkerInfo,
+        func: Callable[..., Any],
+        args: Any = None,
+        kwargs: dict[str, Any] | None = None,
+        timeout: float | None = None,
+    ) -> RRef[Any]:
+        """Call a function on a worker; a reference to its result, which stays there."""
+        return self.references.remote(to, func, args, kwargs, timeout)
+
+    def debug_info(self) -> dict[str, Any]:
+        """What this worker owns, holds and waits for, for people."""
+        return {
+            "calls_in_flight": self._agent.caller.in_flight,
+            **self.references.info(self._agent.members.name),
+        }
+
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all workers have called this."""
         self._collectives.barrier(timeout)
@@ -206,6 +234,7 @@ class Worker:
         if self._meeting is not None:
             self._meeting.leave(self.id)
         self._agent.close()
+        self.references.close()
         self._transport.close()
         self._executor.close()
         self._turns.close()
@@ -217,10 +246,13 @@ class Worker:
         return os.getpid() != self._process
 
     def _end_together(self, timeout: float) -> None:
+        parties = (self._agent.caller, self.references)
         if self._meeting is not None and self._meeting.is_elastic:
-            self._agent.caller.wait_quiet()  # others stay: only our own calls count
+            for party in parties:
+                party.wait_quiet()  # others stay: only what we began counts
         else:
-            self._collectives.settle(timeout)
+            self._collectives.settle(parties, timeout)
+        self.references.report_leaks()
 
 
 def open_worker(

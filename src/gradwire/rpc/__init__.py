@@ -12,23 +12,28 @@ if typing.TYPE_CHECKING:
     from ..api import (
         all_gather,
         barrier,
+        debug_info,
         get_worker_info,
         get_worker_infos,
         init_rpc,
         on_join,
         on_leave,
         register_reducer,
+        remote,
         rpc_async,
         rpc_sync,
         shutdown,
     )
     from ..ids import WorkerInfo
+    from ..rref.reference import RRef
     from . import functions
 
 __all__ = [
+    "RRef",
     "WorkerInfo",
     "all_gather",
     "barrier",
+    "debug_info",
     "functions",
     "get_worker_info",
     "get_worker_infos",
@@ -36,6 +41,7 @@ __all__ = [
     "on_join",
     "on_leave",
     "register_reducer",
+    "remote",
     "rpc_async",
     "rpc_sync",
     "shutdown",
@@ -48,8 +54,9 @@ def __getattr__(name: str) -> typing.Any:
     if name == "functions":
         return importlib.import_module(".functions", __name__)
     if name in __all__:
-        module = "..ids" if name == "WorkerInfo" else "..api"
-        return getattr(importlib.import_module(module, __name__), name)
+        elsewhere = {"WorkerInfo": "..ids", "RRef": "..rref.reference"}
+        module = importlib.import_module(elsewhere.get(name, "..api"), __name__)
+        return getattr(module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

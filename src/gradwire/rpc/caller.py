@@ -12,7 +12,13 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CallTimeout, ClosedError, GradwireError, WorkerLostError
+from ..errors import (
+    CallTimeout,
+    ClosedError,
+    GradwireError,
+    StaleReferenceError,
+    WorkerLostError,
+)
 from ..options import Options
 from ..threads import Bell, Executor
 from ..transport.base import Transport
@@ -83,7 +89,7 @@ class Caller:
         peer: Peer,
         call: Call,
         timeout: float | None,
-        make: type[CallFuture] = CallFuture,
+        make: Callable[..., CallFuture] = CallFuture,
     ) -> CallFuture:
         """Call; the future of the result."""
         parcel = self.encode(peer, call)
@@ -102,7 +108,7 @@ class Caller:
         what: Any,
         timeout: float | None,
         *,
-        make: type[CallFuture] = CallFuture,
+        make: Callable[..., CallFuture] = CallFuture,
         calls: int = 0,
     ) -> CallFuture:
         """Send a request; the future of its answer. It counts as so many calls of a user."""
@@ -121,6 +127,10 @@ class Caller:
             self._executor.call_at(deadline, self._expire)
         self._send(peer, call, parcel, deadline)
         return future
+
+    def local_future(self, what: Any, worker: str) -> CallFuture:
+        """A future that someone here completes."""
+        return CallFuture(0, self._me, _FOR_EVER, self._attend, Fate(what, worker))
 
     def complete(self, peer: Peer, frame: Frame) -> None:
         """An answer came."""
@@ -281,6 +291,8 @@ class Caller:
         """What an answer says; raises what it says was raised."""
         try:
             message = self._codec.open(frame, peer.id)
+        except (WorkerLostError, StaleReferenceError):
+            raise  # of a reference in it
         except Exception as error:
             raise TypeError(
                 f"the result of {describe(func)} on worker {peer.name!r} cannot be "

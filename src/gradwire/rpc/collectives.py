@@ -10,7 +10,8 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import Counter
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +21,17 @@ from .agent import Agent
 from .gatherings import Gathering, Gatherings
 from .messages import GATHER, Gather
 from .runner import Later
+
+
+class Party(Protocol):
+    """What is under way from a worker, of one kind."""
+
+    @property
+    def started(self) -> int:
+        """How many were ever begun."""
+
+    def wait_quiet(self) -> None:
+        """Wait until those are over."""
 
 
 class Collectives:
@@ -42,17 +54,18 @@ class Collectives:
         """Wait until all workers are here."""
         self.all_gather(None, timeout)
 
-    def settle(self, timeout: float | None) -> None:
-        """Wait until all workers want to end and no call is under way anywhere.
+    def settle(self, parties: Sequence[Party], timeout: float | None) -> None:
+        """Wait until all workers want to end and nothing is under way anywhere.
 
-        That is so when each was quiet in two rounds and started no call from one to the other. The
+        That is so when each was quiet in two rounds and started nothing from one to the other. The
         count is taken before the quiet: whatever it includes has then ended.
         """
         before: dict[str, int] = {}
         rounds: Counter[int] = Counter()  # by collector: each begins anew, for all
         while True:
-            started = self._agent.caller.started
-            self._agent.caller.wait_quiet()
+            started = sum(party.started for party in parties)
+            for party in parties:
+                party.wait_quiet()
             collector = self._collector()
             key = f"end/{collector}/{rounds[collector]}"
             rounds[collector] += 1

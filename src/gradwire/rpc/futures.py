@@ -21,7 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.futures
 
@@ -31,6 +31,7 @@ from ..wire.functions import describe
 log = logging.getLogger("gradwire")
 
 Attend = Callable[["CallFuture", float | None], None]
+E = TypeVar("E", bound=BaseException)
 
 
 _NONE_YET = object()
@@ -47,6 +48,7 @@ class CallFuture(torch.futures.Future[Any]):
         self.to = to
         self.deadline = deadline
         self.fate = fate
+        self.keep: Any = None  # what must live until the answer is there
         self._attend = attend
         self._result: Any = _NONE_YET
 
@@ -74,6 +76,7 @@ class CallFuture(torch.futures.Future[Any]):
 
     def set_result(self, result: Any) -> None:
         self._result = result
+        self.keep = None
         super().set_result(result)
 
     def value(self) -> Any:
@@ -93,12 +96,13 @@ class CallFuture(torch.futures.Future[Any]):
         super().add_done_callback(lambda _: wake())
 
     def set_exception(self, result: Exception) -> None:
+        self.keep = None
         fate = self.fate
         fate.error = result.with_traceback(None)  # its frames hold this future
 
         def look(_: Any) -> None:
             fate.seen = True
-            raise _copy(result)
+            raise fresh_copy(result)
 
         self._set_unwrap_func(look)
         super().set_result(None)
@@ -131,7 +135,8 @@ class Fate:
             log.warning("%s failed and nobody looked: %r", self, self.error)
 
 
-def _copy(error: Exception) -> Exception:
+def fresh_copy(error: E) -> E:
+    """Another exception just like it, to be raised: the first keeps no frames that way."""
     try:
         twin = copy.copy(error)
     except Exception:  # noqa: BLE001 user code

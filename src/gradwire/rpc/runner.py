@@ -42,7 +42,22 @@ class Runner:
             NotAllowedError: it is not on the allow-list.
             LookupError: there is no such function here.
         """
-        function = self._find(call.function)
+        return self.run_function(self._find(call.function), call)
+
+    def run_method(self, value: Any, call: Call) -> Any:
+        """What a method of an object returns; the call has its name.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        name = call.function
+        if self._allow is not None:
+            kind = type(value)
+            self._allow.check(f"{kind.__module__}:{kind.__qualname__}.{name}")
+        return self.run_function(getattr(value, name), call)
+
+    def run_function(self, function: Any, call: Call) -> Any:
+        """What a function returns for the arguments of a call, in its modes."""
         if call.modes is None:
             value = function(*call.args, **call.kwargs)
         else:

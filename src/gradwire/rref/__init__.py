@@ -1,0 +1,1 @@
+"""References to values on other workers, and when such a value may be freed."""

@@ -1,0 +1,160 @@
+"""The values that one worker owns, and who keeps them alive.
+
+A value lives while a handle here refers to it (plain Python references) or a fork elsewhere does
+(`_kept`, by the books of `OwnerLedger`). `_all` finds it by its number and keeps nothing alive, so
+that a value which refers to itself by a handle is garbage like any other. A value may be asked for
+before the call that makes it has come: it is then awaited, until that call comes or cannot.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Iterable
+from typing import Any
+from weakref import WeakValueDictionary
+
+from ..errors import (
+    ClosedError,
+    GradwireError,
+    StaleReferenceError,
+    WorkerLostError,
+)
+from ..ids import WorkerInfo
+from .ledger import OwnerLedger
+from .messages import fork_id, maker_of, spell
+from .values import OwnedValue
+
+
+class Estate:
+    """Values of one worker."""
+
+    def __init__(self, me: WorkerInfo) -> None:
+        self._me = me
+        self._lock = threading.Lock()
+        self._ledger = OwnerLedger()
+        self._all: WeakValueDictionary[int, OwnedValue] = WeakValueDictionary()
+        self._kept: dict[int, OwnedValue] = {}
+        self._awaited: dict[int, OwnedValue] = {}
+        self._numbers = itertools.count(1)
+
+    def __repr__(self) -> str:
+        return f"<Estate of {self._me.name}: {len(self._kept)} values held by others>"
+
+    def new(self) -> OwnedValue:
+        """A value made here, still to come."""
+        number = fork_id(self._me.id, next(self._numbers))
+        with self._lock:
+            self._ledger.fork_released(number, number)  # it is a value's, not a fork's
+            return self._put(number)
+
+    def begin(self, number: int, creator: int) -> OwnedValue:
+        """The call that makes a value has come."""
+        with self._lock:
+            self._awaited.pop(number, None)
+            owned = self._all.get(number) or self._put(number)
+            if creator != self._me.id and self._ledger.fork_added(
+                number, number, creator
+            ):
+                self._kept[number] = owned
+            return owned
+
+    def find(self, number: int, fork: int) -> OwnedValue:
+        """The value, for one who has a fork of it; 0 for one here.
+
+        Raises:
+            StaleReferenceError: it is gone, or the fork was released.
+        """
+        with self._lock:
+            if fork and self._ledger.is_over(fork):
+                raise self._stale(number)
+            return self._all.get(number) or self._await(number)
+
+    def fork(self, owned: OwnedValue, to: int) -> int:
+        """A new fork, for another worker."""
+        fork = fork_id(self._me.id, next(self._numbers))
+        with self._lock:
+            if self._ledger.fork_added(owned.id, fork, to):
+                self._kept[owned.id] = owned
+        return fork
+
+    def adopt(self, number: int, fork: int, holder: int) -> bool:
+        """Whether a fork that another holder made is counted."""
+        with self._lock:
+            try:
+                owned = self._all.get(number) or self._await(number)
+            except StaleReferenceError:
+                self._ledger.fork_released(number, fork)
+                return False
+            if not self._ledger.fork_added(number, fork, holder):
+                return False
+            self._kept[number] = owned
+            return True
+
+    def release(self, forks: Iterable[tuple[int, int]]) -> None:
+        """Values and forks of them that are held no more."""
+        with self._lock:
+            over = [v for v, fork in forks if self._ledger.fork_released(v, fork)]
+            dropped = [self._kept.pop(value) for value in over]
+        del dropped  # not under the lock: a value's end may be the user's code
+
+    def creation_failed(self, number: int, why: str) -> None:
+        """The creator does not expect this value any more."""
+        self.release([(number, number)])
+        with self._lock:
+            owned = self._awaited.pop(number, None)
+        if owned is not None:
+            text = f"value {spell(number)} was never made: {why}"
+            owned.fail(GradwireError(text))
+
+    def worker_gone(self, worker: WorkerInfo) -> None:
+        """Drop what only that worker held; what it was to make will not come."""
+        with self._lock:
+            over = self._ledger.worker_gone(worker.id)
+            dropped = [self._kept.pop(value) for value in over]
+            orphans = [n for n in self._awaited if maker_of(n) == worker.id]
+            failed = [self._awaited.pop(number) for number in orphans]
+        del dropped
+        for owned in failed:
+            owned.fail(WorkerLostError(worker.name, "it was to make this value"))
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            kept, self._kept = self._kept, {}
+            awaited, self._awaited = self._awaited, {}
+        for owned in awaited.values():
+            owned.fail(ClosedError("this worker was shut down"))
+        del kept
+
+    def info(self) -> list[dict[str, Any]]:
+        """The living values and who holds them, for people."""
+        with self._lock:
+            values = sorted(self._all.items())
+            return [
+                {
+                    "value": spell(number),
+                    "state": owned.state,
+                    "forks": {
+                        spell(fork): holder
+                        for fork, holder in self._ledger.holders(number).items()
+                    },
+                }
+                for number, owned in values
+            ]
+
+    def _put(self, number: int) -> OwnedValue:
+        owned = self._all[number] = OwnedValue(number, self._me)
+        return owned
+
+    def _await(self, number: int) -> OwnedValue:
+        if not self._ledger.may_come(number):
+            raise self._stale(number)
+        owned = self._awaited[number] = self._put(number)
+        return owned
+
+    def _stale(self, number: int) -> StaleReferenceError:
+        return StaleReferenceError(
+            f"value {spell(number)} of worker {self._me.name!r} is gone: the reference to it "
+            "was released, or came too late"
+        )

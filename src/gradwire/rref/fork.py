@@ -1,0 +1,56 @@
+"""A hold on a value of another worker. It ends when the last handle that shares it goes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..ids import WorkerInfo
+from ..rpc.futures import CallFuture
+from .ledger import Holding
+
+
+class Fork:
+    """This worker's hold on a value of another."""
+
+    __slots__ = ("_let_go", "creation", "holding", "owner")
+
+    def __init__(
+        self,
+        holding: Holding,
+        owner: WorkerInfo,
+        let_go: Callable[[tuple[int, int]], None],
+    ) -> None:
+        self.holding = holding
+        self.owner = owner
+        self.creation: CallFuture | None = None
+        """The call that makes the value, until it is known to have been made."""
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        # From any thread, in the middle of anything: this must take no lock.
+        self._let_go((self.holding.owner, self.holding.fork))
+
+    @property
+    def id(self) -> int:
+        return self.holding.value
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the owner has the value.
+
+        Raises:
+            Exception: why it will not have it.
+        """
+        if self.creation is not None:
+            if not self.creation.done():
+                return False
+            self.creation.value()
+            self.creation = None
+        return True
+
+    @property
+    def state(self) -> str:
+        try:
+            return "confirmed" if self.is_confirmed else "pending"
+        except Exception as error:  # noqa: BLE001 whatever the creating call met with
+            return f"failed: {type(error).__name__}"

@@ -1,0 +1,340 @@
+"""The driver of the references layer: what users do with references, on one worker.
+
+The values this worker owns are in its `Estate`, its forks of others' values in its `Custody`; what
+is to be said about them in its own time is said by its `Janitor`. This file turns what users ask
+for into messages to owners, and answers those.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch.futures
+
+from ..errors import GradwireError, ProtocolError
+from ..ids import WorkerInfo
+from ..rpc import modes
+from ..rpc.agent import Agent, prepare
+from ..rpc.futures import CallFuture, settle
+from ..rpc.runner import Later, Runner
+from ..threads import Executor
+from ..wire.messages import Call
+from .carriage import Carriage
+from .custody import Custody
+from .estate import Estate
+from .fork import Fork
+from .janitor import Janitor
+from .ledger import Holding
+from .messages import (
+    CREATE,
+    FETCH,
+    INVOKE,
+    NOTES,
+    RECALL,
+    Create,
+    Fetch,
+    Invoke,
+    Notes,
+    Recall,
+    maker_of,
+    spell,
+)
+from .reference import Core, RRef, calling_line
+from .values import OwnedValue
+
+log = logging.getLogger("gradwire")
+
+_MOST_NAMED = 10
+
+
+class Creation(CallFuture):
+    """The answer to the call that makes a value; tells if there will be none."""
+
+    def __init__(self, failed: Callable[[Exception], None], *args: Any) -> None:
+        super().__init__(*args)
+        self._failed = failed
+
+    def set_exception(self, result: Exception) -> None:
+        super().set_exception(result)
+        self._failed(result)
+
+
+class References:
+    """References of and to one worker."""
+
+    def __init__(
+        self, agent: Agent, *, executor: Executor, runner: Runner, timeout: float
+    ) -> None:
+        self.me: WorkerInfo = agent.me.info
+        self.estate = Estate(self.me)
+        self.custody = Custody(self.me.id, self.estate)
+        self.janitor = Janitor(agent, self.custody, executor.host)
+        self._agent = agent
+        self._executor = executor
+        self._runner = runner
+        self._timeout = timeout
+        agent.handle(CREATE, Create, self._create)
+        agent.handle(INVOKE, Invoke, self._invoked)
+        agent.handle(FETCH, Fetch, self._fetched)
+        agent.handle(NOTES, Notes, self._noted)
+        agent.handle(RECALL, Recall, self._recalled)
+        agent.gone.subscribe(self._worker_gone)
+        self.carriage = Carriage(
+            agent, self.estate, self.custody, lambda core: RRef.over(core, self)
+        )
+
+    def __repr__(self) -> str:
+        return f"<References of {self.me.name}: {self.estate!r}, {self.custody!r}>"
+
+    # What users do
+
+    def own(self, value: Any) -> OwnedValue:
+        """A value of this worker, to be referred to."""
+        owned = self.estate.new()
+        owned.set(value)
+        return owned
+
+    def remote(
+        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
+    ) -> RRef[Any]:
+        """A reference to what a function returns there."""
+        call = prepare(func, args, kwargs)
+        return self._remote(self._agent.peer(to).id, call, timeout)
+
+    def fetch(self, core: Core, timeout: float | None, part: str = "value") -> Any:
+        """The value, or its type."""
+        if isinstance(core, OwnedValue):
+            seconds = self._timeout if timeout is None else timeout
+            return _part(core.wait(self._executor, seconds), part)
+        message = Fetch(core.id, core.holding.fork, part)
+        if core.is_confirmed:
+            return self._agent.ask(core.owner.id, message, timeout)
+        return self._agent.request(core.owner.id, message, timeout).wait()
+
+    def fetch_async(
+        self, core: Core, timeout: float | None, part: str = "value"
+    ) -> CallFuture:
+        """The future of the value, or of its type."""
+        if isinstance(core, OwnedValue):
+            future = self._agent.caller.local_future(Fetch, self.me.name)
+            core.when_ready(lambda: settle(future, lambda: _part(core.get(), part)))
+            return future
+        message = Fetch(core.id, core.holding.fork, part)
+        return _keeping(core, self._agent.request(core.owner.id, message, timeout))
+
+    def invoke(
+        self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
+    ) -> Any:
+        """Call a method of the value; its result."""
+        call, peer = _invocation(core, method, args, kwargs), core.owner.id
+        if isinstance(core, Fork) and core.is_confirmed:
+            return self._agent.caller.call_sync(self._agent.peer(peer), call, timeout)
+        # Not by a lane: it would overtake the call that makes the value.
+        return self._agent.caller.call_async(
+            self._agent.peer(peer), call, timeout
+        ).wait()
+
+    def invoke_async(
+        self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
+    ) -> CallFuture:
+        """Call a method of the value; the future of its result."""
+        call, peer = _invocation(core, method, args, kwargs), core.owner.id
+        caller = self._agent.caller
+        return _keeping(core, caller.call_async(self._agent.peer(peer), call, timeout))
+
+    def invoke_remote(
+        self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
+    ) -> RRef[Any]:
+        """Call a method of the value; a reference to its result."""
+        call = _invocation(core, method, args, kwargs)
+        return self._remote(core.owner.id, call, timeout, core)
+
+    def creation(self, core: Core) -> CallFuture:
+        """Done when the owner has the value."""
+        if isinstance(core, Fork) and core.creation is not None:
+            return core.creation
+        future = self._agent.caller.local_future(Create, core.owner.name)
+        if isinstance(core, OwnedValue):
+            core.when_ready(lambda: settle(future, lambda: _part(core.get(), "")))
+        else:
+            future.set_result(None)
+        return future
+
+    def _remote(
+        self,
+        to: int,
+        call: Call,
+        timeout: float | None,
+        keep: Core | None = None,
+    ) -> RRef[Any]:
+        core: Core
+        if to == self.me.id:
+            core = self.estate.new()
+            failed: Callable[[Exception], None] = core.fail
+        else:
+            number = self.custody.new_fork(to)
+            owner = self._agent.peer(to).card.info
+            holding = Holding(to, number, number)
+            core = self.custody.take(holding, owner, calling_line())
+            failed = partial(self._creation_failed, core.holding)
+        peer = self._agent.peer(to)
+        ids = (core.id, *call.ids)
+        create = Create(call.function, call.args, call.kwargs, call.modes, ids)
+        make = partial(Creation, failed)
+        creation = self._agent.caller.call_async(peer, create, timeout, make)
+        if isinstance(core, Fork):
+            core.creation = creation
+        _keeping(keep, creation)
+        return RRef.over(core, self)
+
+    # What others ask
+
+    def _create(self, sender: int, message: Create) -> Later | None:
+        number, *of = message.ids
+        if maker_of(number) != sender:
+            raise ProtocolError(f"worker {sender} numbers a value {number}")
+        owned = self.estate.begin(number, sender)
+        try:
+            if of:
+                value = self._runner.run_method(self._target(of), message)
+            else:
+                value = self._runner.run(message)
+        except BaseException as error:  # noqa: BLE001 user code
+            owned.fail(error)
+            return None
+        if type(value) is not Later:
+            owned.set(value)
+            return None
+        made: torch.futures.Future[Any] = torch.futures.Future()
+
+        def finished(future: Any) -> None:
+            try:
+                owned.set(future.value())
+            except BaseException as error:  # noqa: BLE001 user code
+                owned.fail(error)
+            made.set_result(None)
+
+        value.future.add_done_callback(finished)
+        return Later(made)
+
+    def _invoked(self, sender: int, message: Invoke) -> Any:
+        return self._runner.run_method(self._target(message.ids), message)
+
+    def _target(self, ids: Any) -> Any:
+        """The value that a method is called of."""
+        number, fork = ids
+        return self.estate.find(number, fork).wait(self._executor, 0)
+
+    def _fetched(self, sender: int, message: Fetch) -> Any:
+        owned, part = self.estate.find(message.value, message.fork), message.part
+        if owned.is_ready:
+            return _part(owned.get(), part)
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        owned.when_ready(lambda: settle(future, lambda: _part(owned.get(), part)))
+        return Later(future)
+
+    def _noted(self, sender: int, notes: Notes) -> None:
+        self.estate.release(notes.released)
+        for token in notes.received:
+            self.custody.child_settled(token, arrived=True)
+        for value, why in notes.failed:
+            self.estate.creation_failed(value, why)
+
+    def _recalled(self, sender: int, recall: Recall) -> bool | None:
+        underway = self._agent.caller.underway(sender)
+        key = recall.owner, recall.fork
+        return self.custody.fork_asked(sender, recall.token, key, underway)
+
+    def _creation_failed(self, holding: Holding, error: Exception) -> None:
+        self.custody.creation_failed(holding, f"{type(error).__name__}: {error}")
+
+    def _worker_gone(self, worker: WorkerInfo) -> None:
+        self.estate.worker_gone(worker)
+        self.custody.worker_gone(worker.id)
+
+    # The end
+
+    @property
+    def started(self) -> int:
+        """Messages about references ever sent from here."""
+        return self.janitor.said
+
+    def wait_quiet(self) -> None:
+        """Wait until all is said about references that are no more or on their way."""
+        if self.custody.holdings():
+            gc.collect()  # those in cycles
+        while True:
+            self.janitor.tidy(ask_until=float("inf"))
+            unanswered = self.janitor.unanswered
+            for answer in unanswered:
+                try:
+                    answer.wait()
+                except GradwireError:
+                    pass  # the next round sees to it
+            if not unanswered:
+                if self.custody.is_quiet:
+                    return
+                time.sleep(0.005)  # a receiver will tell us, or can be asked again
+
+    def report_leaks(self) -> None:
+        """Name the references that are still held at the end of the world."""
+        held = sorted(self.custody.holdings().items())
+        if held:
+            name = self._agent.members.name
+            first = [
+                f"value {spell(h.value)} of {name(h.owner)!r}, from {made_at}"
+                for h, made_at in held[:_MOST_NAMED]
+            ]
+            more = f" and {len(held) - len(first)} more" if held[_MOST_NAMED:] else ""
+            log.warning(
+                "worker %r still holds %d references at its shutdown: %s%s",
+                self.me.name,
+                len(held),
+                "; ".join(first),
+                more,
+            )
+
+    def info(self, name: Callable[[int], str]) -> dict[str, Any]:
+        """Values owned and who holds them, references held, and references on their way."""
+        owned = self.estate.info()
+        for value in owned:
+            value["holders"] = sorted({name(h) for h in value["forks"].values()})
+        held = [
+            {"value": spell(h.value), "owner": name(h.owner), "made_at": made_at}
+            for h, made_at in sorted(self.custody.holdings().items())
+        ]
+        on_their_way = [
+            {
+                "value": spell(t.child.value),
+                "owner": name(t.child.owner),
+                "to": name(t.to),
+            }
+            for t in self.custody.transits()
+        ]
+        return {"owned": owned, "held": held, "on_their_way": on_their_way}
+
+    def close(self) -> None:
+        self.janitor.close()
+        self.estate.close()
+
+
+def _invocation(core: Core, method: str, args: Any, kwargs: Any) -> Invoke:
+    fork = core.holding.fork if isinstance(core, Fork) else 0
+    return Invoke(method, args, kwargs, modes.capture(), (core.id, fork))
+
+
+def _part(value: Any, part: str) -> Any:
+    if part == "value":
+        return value
+    return type(value) if part == "type" else None
+
+
+def _keeping(core: Core | None, future: CallFuture) -> CallFuture:
+    """The future of a call that needs a fork: it lives until the answer is there."""
+    future.keep = core
+    return future
