@@ -121,9 +121,7 @@ class References:
     ) -> CallFuture:
         """The future of the value, or of its type."""
         if isinstance(core, OwnedValue):
-            future = self._agent.caller.local_future(Fetch, self.me.name)
-            core.when_ready(lambda: settle(future, lambda: _part(core.get(), part)))
-            return future
+            return self._when_ready(core, part)
         message = Fetch(core.id, core.holding.fork, part)
         return _keeping(core, self._agent.request(core.owner.id, message, timeout))
 
@@ -158,11 +156,10 @@ class References:
         """Done when the owner has the value."""
         if isinstance(core, Fork) and core.creation is not None:
             return core.creation
-        future = self._agent.caller.local_future(Create, core.owner.name)
         if isinstance(core, OwnedValue):
-            core.when_ready(lambda: settle(future, lambda: _part(core.get(), "")))
-        else:
-            future.set_result(None)
+            return self._when_ready(core, "nothing")
+        future = self._agent.caller.local_future(Create, core.owner.name)
+        future.set_result(None)
         return future
 
     def _remote(
@@ -234,9 +231,12 @@ class References:
         owned, part = self.estate.find(message.value, message.fork), message.part
         if owned.is_ready:
             return _part(owned.get(), part)
-        future: torch.futures.Future[Any] = torch.futures.Future()
+        return Later(self._when_ready(owned, part))
+
+    def _when_ready(self, owned: OwnedValue, part: str) -> CallFuture:
+        future = self._agent.caller.local_future(Fetch, self.me.name)
         owned.when_ready(lambda: settle(future, lambda: _part(owned.get(), part)))
-        return Later(future)
+        return future
 
     def _noted(self, sender: int, notes: Notes) -> None:
         self.estate.release(notes.released)

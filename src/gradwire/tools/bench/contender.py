@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 
-from ...api import init_rpc, rpc_async, rpc_sync, shutdown
 from . import functions
 from .tasks import TASKS, Caller, Sample
 
@@ -101,25 +100,25 @@ def _main(way: str, rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     name = f"worker{rank}"
     if way.startswith("gradwire"):
-        init_rpc(name, rank=rank, world_size=2)
-        sync, start, end = rpc_sync, rpc_async, shutdown
+        from ... import rpc
     else:
-        sync, start, end = _join_torch(name, rank)
+        rpc = _torch_rpc()
+    rpc.init_rpc(name, rank=rank, world_size=2)
     if rank == 0:
         _answers(
             Caller(
-                sync=lambda func, args: sync("worker1", func, args=args),
-                start=lambda func, args: start("worker1", func, args=args),
+                sync=lambda func, args: rpc.rpc_sync("worker1", func, args=args),
+                start=lambda func, args: rpc.rpc_async("worker1", func, args=args),
+                remote=lambda func, args: rpc.remote("worker1", func, args=args),
             )
         )
-    end()
+    rpc.shutdown()
 
 
-def _join_torch(name: str, rank: int) -> tuple[Any, Any, Any]:
+def _torch_rpc() -> Any:
     from torch.distributed import rpc
 
-    rpc.init_rpc(name, rank=rank, world_size=2)
-    return rpc.rpc_sync, rpc.rpc_async, rpc.shutdown
+    return rpc
 
 
 if __name__ == "__main__":

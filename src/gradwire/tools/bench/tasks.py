@@ -28,6 +28,7 @@ class Caller:
 
     sync: Call
     start: Call
+    remote: Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +88,14 @@ def _one_async(caller: Caller, count: int = 300) -> Sample:
     return _summary(_each(lambda: caller.start(functions.add, (a, b)).wait(), count))
 
 
+def _remote(caller: Caller, count: int = 300) -> Sample:
+    a, b = torch.ones(3, 3), torch.ones(3, 3)
+    _each(lambda: caller.remote(functions.add, (a, b)).to_here(), 20)
+    return _summary(
+        _each(lambda: caller.remote(functions.add, (a, b)).to_here(), count)
+    )
+
+
 def _send(length: int, count: int) -> Callable[[Caller], Sample]:
     def run(caller: Caller) -> Sample:
         x = torch.ones(length, dtype=torch.uint8)
@@ -125,6 +134,7 @@ TASKS = [
     Task("3×3 tensor add", _latency(functions.add, _tensors(), 400), 6),
     Task("one asynchronous add at a time", _one_async),
     Task("2,000 outstanding adds, each", _outstanding, 8),
+    Task("remote 3×3 add, to_here", _remote, 6),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
     Task("receive 1 MB", _receive(MB, 40), 2.5),
