@@ -10,6 +10,7 @@ from types import ModuleType
 import pytest
 import torch
 
+import gradwire
 from gradwire.testing import World
 
 SOURCE = Path(__file__).parents[1] / "src"
@@ -30,7 +31,7 @@ def modules_with_examples() -> list[str]:
 
 def examples(module: ModuleType) -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
-    known = {"torch": torch, "threading": threading}
+    known = {"torch": torch, "threading": threading, "gw": gradwire}
     return [t for t in finder.find(module, extraglobs=known) if t.examples]
 
 

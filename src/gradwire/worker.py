@@ -65,6 +65,11 @@ class Worker:
         self._turns = ShorterTurns(options.switch_interval)
         self._closed = False
         self._process = os.getpid()
+        self._build_layers()
+
+    def _build_layers(self) -> None:
+        """Build what stands on the transport, and wire it together."""
+        options = self.options
         self._codec = Codec(
             Limits(options.max_body, options.max_bulk),
             plain_only=options.allow is not None,

@@ -27,7 +27,7 @@ from .caller import Caller
 from .futures import CallFuture
 from .members import Members
 from .peers import Peer
-from .runner import Later, Runner
+from .runner import Failed, Later, Runner
 
 log = logging.getLogger("gradwire")
 
@@ -52,7 +52,13 @@ class _Nobody:
         return None
 
 
-def prepare(func: Any, args: Any, kwargs: Any) -> Call:
+def prepare(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    kind: type[Call] = Call,
+    ids: tuple[int, ...] = (),
+) -> Call:
     """A user's call, checked, with this thread's modes.
 
     Raises:
@@ -64,7 +70,7 @@ def prepare(func: Any, args: Any, kwargs: Any) -> Call:
         raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
-    return Call(func, tuple(args or ()), dict(kwargs or {}), modes.capture())
+    return kind(func, tuple(args or ()), dict(kwargs or {}), modes.capture(), ids)
 
 
 class Agent:
@@ -99,6 +105,7 @@ class Agent:
         self._codec = codec
         self._runner = runner
         self._handlers: dict[type, Handler] = {Call: self._run_call}
+        self._patient: set[type] = set()
         self._peers: dict[int, Peer] = {}
         self._closed = False
 
@@ -179,10 +186,17 @@ class Agent:
         parcel = self._codec.message(message, peer.manner)
         return self.caller.ask(peer, parcel, type(message), timeout)
 
-    def handle(self, kind: int, message: type, handler: Handler) -> None:
-        """Have an upper layer's messages handled: `handler(sender, message)` returns the answer."""
+    def handle(
+        self, kind: int, message: type, handler: Handler, *, in_haste: bool = True
+    ) -> None:
+        """Have an upper layer's messages handled: `handler(sender, message)` returns the answer.
+
+        Where there is no haste, answers are held back a moment to travel with others.
+        """
         self._codec.register(kind, message)
         self._handlers[message] = handler
+        if not in_haste:
+            self._patient.add(message)
 
     # Calls from others
 
@@ -239,8 +253,12 @@ class Agent:
         return self._runner.run(call)
 
     def _result(self, peer: Peer, message: Any, value: Any) -> Parcel:
+        if type(value) is Failed:
+            return self._codec.failure(value.error, peer.manner, value.trace)
         try:
-            return self._codec.result(value, peer.manner)
+            parcel = self._codec.result(value, peer.manner)
+            parcel.can_wait = type(message) in self._patient
+            return parcel
         except Exception as error:  # noqa: BLE001 user code
             what = describe(getattr(message, "function", message))
             kind = type(value)

@@ -28,6 +28,7 @@ from ..wire.functions import describe
 from ..wire.messages import RESULT, Call, Failure
 from .calls import CallsInFlight, Pending
 from .futures import CallFuture, Fate, settle
+from .held import Held, HeldBack
 from .peers import Peer
 
 _FOR_EVER = float("inf")
@@ -55,6 +56,7 @@ class Caller:
         self._attend = self._wait_for  # one bound method for all futures
         self._lock = threading.Lock()
         self._calls = CallsInFlight()
+        self._held = HeldBack(executor, self._start)
         self._readers: dict[int, int] = {}  # by call, the thread that reads for it
         self._opening: set[int] = set()  # calls whose answer is here, not yet decoded
         self._exchanging: dict[int, int] = {}  # by number, whom a lane is used to call
@@ -89,10 +91,13 @@ class Caller:
         peer: Peer,
         call: Call,
         timeout: float | None,
+        *,
         make: Callable[..., CallFuture] = CallFuture,
+        can_wait: bool = False,
     ) -> CallFuture:
         """Call; the future of the result."""
         parcel = self.encode(peer, call)
+        parcel.can_wait = can_wait
         return self.post(peer, parcel, call.function, timeout, make=make, calls=1)
 
     def ask(self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None) -> Any:
@@ -117,16 +122,41 @@ class Caller:
         call = peer.next_call()
         future = make(call, peer.id, deadline, self._attend, Fate(what, peer.name))
         pending = Pending(call, peer.id, seconds, deadline, future, parcel.freight)
-        with self._lock:
-            self._posted += calls
-            self._calls.started(pending)
-            sooner = deadline < self._alarm
-            if sooner:
-                self._alarm = deadline
-        if sooner:
-            self._executor.call_at(deadline, self._expire)
-        self._send(peer, call, parcel, deadline)
+        held = Held(peer, parcel, pending, calls)
+        if parcel.can_wait and not parcel.bulk_length and self._has_lane(peer):
+            self._held.hold(held)
+        else:
+            self._flush(peer)
+            self._start(held)
         return future
+
+    def take_held(self, future: CallFuture) -> Held | None:
+        """The request whose answer this is, if it is held back; it is then the caller's to send."""
+        return self._held.take(future.to, future.call)
+
+    def ask_held(self, held: Held, kind: int, timeout: float | None) -> Any:
+        """Send a request that was held back by a lane, as one of another kind; its answer.
+
+        The future of the request itself is done when the answer is there.
+        """
+        held.parcel.kind = kind
+        future: CallFuture = held.pending.answer
+        what, left = future.fate.what, future.deadline - time.monotonic()
+        seconds = self._seconds(timeout) or _FOR_EVER
+        try:
+            value = self._exchange(held.peer, held.parcel, what, min(seconds, left))
+        except CallTimeout as error:
+            if left <= seconds:
+                future.set_exception(error)
+                raise
+            raise CallTimeout(error.call, error.worker, seconds) from None
+        except WorkerLostError as error:
+            future.set_exception(error)
+            raise
+        finally:
+            if not future.done():
+                future.set_result(None)
+        return value
 
     def local_future(self, what: Any, worker: str) -> CallFuture:
         """A future that someone here completes."""
@@ -158,6 +188,9 @@ class Caller:
         """Fail what waits for a worker that is no more."""
         with self._lock:
             orphans = self._calls.worker_lost(worker)
+        held = self._held.drop(worker)
+        if held is not None:
+            orphans.append(held.pending)
         for pending in orphans:
             _fail(pending, WorkerLostError(pending.answer.fate.worker, reason))
 
@@ -165,11 +198,13 @@ class Caller:
         """Fail what is in flight."""
         with self._lock:
             orphans = [p for p in self._calls if self._calls.answered(p.call)]
+        orphans += [held.pending for held in self._held.drop_all()]
         for pending in orphans:
             _fail(pending, ClosedError("this worker was shut down"))
 
     def wait_quiet(self) -> None:
         """Wait until nothing is in flight from here."""
+        self._held.flush_all()
         for pending in self._calls:
             self._wait_for(pending.answer, None)
         while self._exchanging:
@@ -196,6 +231,7 @@ class Caller:
         self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None
     ) -> Any:
         seconds = self._seconds(timeout)
+        self._flush(peer)
         with self._lock:
             self._exchanges += 1
             number = self._exchanges
@@ -203,7 +239,8 @@ class Caller:
         arrived = False
         try:
             try:
-                frame = self._transport.exchange(peer.card, parcel, seconds or None)
+                limit = None if seconds in (0, _FOR_EVER) else seconds
+                frame = self._transport.exchange(peer.card, parcel, limit)
             except TimeoutError:
                 raise CallTimeout(describe(what), peer.name, seconds) from None
             arrived = frame.kind == RESULT
@@ -220,6 +257,24 @@ class Caller:
         if timeout < 0:
             raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for none")
         return timeout
+
+    def _flush(self, peer: Peer) -> None:
+        if self._held:
+            self._held.flush(peer.id)
+
+    def _start(self, held: Held) -> None:
+        """Send a request and await its answer."""
+        pending = held.pending
+        deadline = pending.deadline
+        with self._lock:
+            self._posted += held.calls
+            self._calls.started(pending)
+            sooner = deadline < self._alarm
+            if sooner:
+                self._alarm = deadline
+        if sooner:
+            self._executor.call_at(deadline, self._expire)
+        self._send(held.peer, pending.call, held.parcel, deadline)
 
     def _send(self, peer: Peer, call: int, parcel: Parcel, deadline: float) -> None:
         if peer.id == self._me:
@@ -242,6 +297,8 @@ class Caller:
 
     def _wait_for(self, future: CallFuture, deadline: float | None) -> None:
         """Wait until a future is done, or the deadline."""
+        if self._held:
+            self._held.flush_all()
         while not future.done():
             if deadline is not None and time.monotonic() >= deadline:
                 return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -23,6 +23,13 @@ class Later:
 
     def __init__(self, future: torch.Future[Any]) -> None:
         self.future = future
+
+
+class Failed(NamedTuple):
+    """What a handler returns for an exception that was raised long ago."""
+
+    error: BaseException
+    trace: str
 
 
 class Runner:

@@ -40,6 +40,7 @@ class Custody:
         self._ledger = UserLedger(me)
         self._outbox = Outbox()
         self._doubts: dict[int, float] = {}  # by token: when to ask
+        self._expected: set[int] = set()  # tokens of what may still come, we were told
         self._gone: set[int] = set()
 
     def __repr__(self) -> str:
@@ -54,8 +55,17 @@ class Custody:
         self.watch()
         self.events.put(None)
 
+    def create(self, owner: WorkerInfo, made_at: str) -> Fork:
+        """The first fork of a value that is to be made there; made at a line of code."""
+        self.watch()
+        with self._lock:
+            number = self._ledger.new_fork(owner.id)
+            holding = Holding(owner.id, number, number)
+            self._ledger.fork_came(holding, made_at)
+        return Fork(holding, owner, self.events.put)
+
     def take(self, holding: Holding, owner: WorkerInfo, made_at: str) -> Fork:
-        """A fork that is this worker's from now on, made at a line of code."""
+        """A fork that is this worker's from now on."""
         self.watch()
         with self._lock:
             if holding.owner not in self._gone:
@@ -76,14 +86,21 @@ class Custody:
         """It has come, or never will."""
         with self._lock:
             self._doubts.pop(token, None)
+            self._expected.discard(token)
             over = self._ledger.child_settled(token, arrived)
         self._release(over)
 
-    def child_doubted(self, token: int, after: float = 0.0) -> None:
+    def child_doubted(self, token: int) -> None:
         """Whether it has come is not known: ask."""
         with self._lock:
-            self._doubts[token] = time.monotonic() + after
+            self._doubts[token] = time.monotonic()
         self.wake()
+
+    def child_expected(self, token: int, ask_after: float) -> None:
+        """The receiver has said that it may still come: ask again."""
+        with self._lock:
+            self._doubts[token] = time.monotonic() + ask_after
+            self._expected.add(token)
 
     def child_received(self, sender: int, token: int) -> None:
         """Tell the sender of a reply that a reference in it is here."""
@@ -92,9 +109,8 @@ class Custody:
         self.wake()
 
     def creation_failed(self, holding: Holding, why: str) -> None:
-        """Tell an owner that a value is not expected any more."""
+        """Tell an owner not to wait for the call that was to make a value."""
         with self._lock:
-            self._ledger.fork_lost(holding.owner, holding.fork)
             self._outbox.add_failed(holding.owner, holding.value, why)
         self.wake()
 
@@ -114,6 +130,7 @@ class Custody:
             self._gone.add(worker)
             self._outbox.worker_gone(worker)
             over = self._ledger.worker_gone(worker)
+            self._expected.intersection_update(self._ledger.transits())
         self._release(over)
 
     # For the janitor
@@ -129,8 +146,13 @@ class Custody:
 
     def take_doubts(self, until: float) -> dict[int, Transit]:
         """The references whose receivers are to be asked now, by token."""
+        now = time.monotonic()
         with self._lock:
-            due = [token for token, when in self._doubts.items() if when <= until]
+            due = [
+                token
+                for token, when in self._doubts.items()
+                if when <= (now if token in self._expected else until)
+            ]
             transits = self._ledger.transits() if due else {}
             for token in due:
                 del self._doubts[token]
@@ -142,9 +164,11 @@ class Custody:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether there is nothing to say and nothing on its way."""
+        """Whether there is nothing to say, nor on its way but what its receiver waits for."""
         with self._lock:
-            return not self._outbox and not self._ledger.transits()
+            return not self._outbox and self._expected.issuperset(
+                self._ledger.transits()
+            )
 
     def holdings(self) -> dict[Holding, str]:
         with self._lock:

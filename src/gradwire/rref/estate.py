@@ -95,14 +95,15 @@ class Estate:
         """Values and forks of them that are held no more."""
         with self._lock:
             over = [v for v, fork in forks if self._ledger.fork_released(v, fork)]
-            dropped = [self._kept.pop(value) for value in over]
+            dropped = [self._kept.pop(value, None) for value in over]
         del dropped  # not under the lock: a value's end may be the user's code
 
     def creation_failed(self, number: int, why: str) -> None:
-        """The creator does not expect this value any more."""
-        self.release([(number, number)])
+        """The call that makes a value comes now or never."""
         with self._lock:
             owned = self._awaited.pop(number, None)
+            if owned is not None or number not in self._all:
+                self._ledger.fork_released(number, number)
         if owned is not None:
             text = f"value {spell(number)} was never made: {why}"
             owned.fail(GradwireError(text))
@@ -111,7 +112,7 @@ class Estate:
         """Drop what only that worker held; what it was to make will not come."""
         with self._lock:
             over = self._ledger.worker_gone(worker.id)
-            dropped = [self._kept.pop(value) for value in over]
+            dropped = [self._kept.pop(value, None) for value in over]
             orphans = [n for n in self._awaited if maker_of(n) == worker.id]
             failed = [self._awaited.pop(number) for number in orphans]
         del dropped
@@ -122,9 +123,11 @@ class Estate:
         """Let go of everything."""
         with self._lock:
             kept, self._kept = self._kept, {}
-            awaited, self._awaited = self._awaited, {}
-        for owned in awaited.values():
-            owned.fail(ClosedError("this worker was shut down"))
+            self._awaited = {}
+            values = list(self._all.values())
+        for owned in values:
+            if not owned.is_ready:  # someone may wait for it
+                owned.fail(ClosedError("this worker was shut down"))
         del kept
 
     def info(self) -> list[dict[str, Any]]:

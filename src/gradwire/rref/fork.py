@@ -41,10 +41,11 @@ class Fork:
         Raises:
             Exception: why it will not have it.
         """
-        if self.creation is not None:
-            if not self.creation.done():
+        creation = self.creation  # another thread may be here too
+        if creation is not None:
+            if not creation.done():
                 return False
-            self.creation.value()
+            creation.value()
             self.creation = None
         return True
 

@@ -30,7 +30,7 @@ class Janitor:
         custody: Custody,
         host: Callable[[Callable[[], object]], None],
     ) -> None:
-        self.said = 0  # messages ever sent
+        self.said = 0  # notes ever sent
         self._agent = agent
         self._custody = custody
         self._host = host
@@ -58,7 +58,9 @@ class Janitor:
             for token, transit in self._custody.take_doubts(until).items():
                 recall = Recall(transit.child.owner, transit.child.fork, token)
                 answer = self._request(transit.to, recall)
-                if answer is not None:
+                if answer is None:
+                    self._custody.child_settled(token, arrived=False)
+                else:
                     self._recalls.append((token, answer))
 
     @property
@@ -98,12 +100,12 @@ class Janitor:
         return dropped
 
     def _send_notes(self, worker: int, notes: Notes) -> None:
+        self.said += 1
         answer = self._request(worker, notes)
         if answer is not None:
             self._notes.append((worker, notes, answer))
 
     def _request(self, worker: int, message: Notes | Recall) -> CallFuture | None:
-        self.said += 1
         try:
             return self._agent.request(worker, message, _RETRY)
         except GradwireError:
@@ -122,8 +124,10 @@ class Janitor:
                 self._recalls.append((token, answer))
                 continue
             arrived = _outcome(answer)
-            if arrived is _AGAIN or arrived is None:
-                self._custody.child_doubted(token, after=_LOOK)
+            if arrived is _AGAIN:
+                self._custody.child_doubted(token)
+            elif arrived is None:
+                self._custody.child_expected(token, _LOOK)
             else:
                 self._custody.child_settled(token, bool(arrived))
 

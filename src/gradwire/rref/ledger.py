@@ -9,7 +9,8 @@ G2  A value is dropped once, when its last holder has let go or is gone.
 The owner keeps G1 by remembering which forks are over; as every fork is over one day, `Seen` makes
 that a few numbers per worker. A fork that comes after its own release is not counted in at all.
 The holders keep G2: one that has passed a reference on does not let go of its own before the other
-is counted in, or is known never to be.
+is counted in, or is known never to be. It is known when the receiver has said that the reference is
+not there; from then on the receiver refuses it, should it come after all.
 """
 
 from __future__ import annotations
@@ -106,6 +107,8 @@ class _Held:
     holding: Holding
     made_at: str
     """The line of code, for people."""
+    is_counted: bool
+    """Its owner knows of it."""
     in_use: bool = True
     """There is a handle to it."""
     children: int = 0
@@ -120,10 +123,15 @@ class UserLedger:
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
     """By owner and fork."""
     _transits: dict[int, Transit] = field(default_factory=dict)
-    _tokens: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    _tokens: dict[int, Iterator[int]] = field(default_factory=dict)
+    """By receiver."""
     _numbers: dict[int, Iterator[int]] = field(default_factory=dict)
+    """By owner."""
+    _came: dict[int, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    """By sender: the tokens of references that came, or are refused if they do."""
     _asked: dict[tuple[int, int], set[int]] = field(default_factory=dict)
     """By asker and token: calls whose answers may bring what was asked for."""
+    _gone: set[int] = field(default_factory=set)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -141,9 +149,22 @@ class UserLedger:
         """What is on its way, by token."""
         return dict(self._transits)
 
-    def fork_came(self, holding: Holding, made_at: str = "") -> None:
+    def child_came(self, sender: int, token: int) -> bool:
+        """Whether a reference may be taken: False if its sender has been told that it is not here."""
+        self._asked.pop((sender, token), None)
+        return self._came[sender].is_new(number_of(token))
+
+    def fork_came(
+        self, holding: Holding, made_at: str = "", *, is_counted: bool = True
+    ) -> None:
         """There is a handle to a fork."""
-        self._held[holding.owner, holding.fork] = _Held(holding, made_at)
+        self._held[holding.owner, holding.fork] = _Held(holding, made_at, is_counted)
+
+    def fork_counted(self, owner: int, fork: int) -> None:
+        """The owner has counted a fork in."""
+        held = self._held.get((owner, fork))
+        if held is not None:
+            held.is_counted = True
 
     def handle_dropped(self, owner: int, fork: int) -> list[Holding]:
         """What is to be released now that nobody here uses a fork."""
@@ -154,8 +175,12 @@ class UserLedger:
         return self._let_go(held)
 
     def child_left(self, transit: Transit) -> int:
-        """A token for a reference that leaves. Its parent stays until the token is settled."""
-        token = next(self._tokens)
+        """A token for a reference that leaves. Its parent stays until the token is settled.
+
+        Like the id of a fork: whom it goes to, and a count of what goes there.
+        """
+        tokens = self._tokens.setdefault(transit.to, itertools.count(1))
+        token = fork_id(transit.to, next(tokens))
         self._transits[token] = transit
         parent = self._held.get((transit.child.owner, transit.parent))
         if parent is not None:
@@ -182,23 +207,24 @@ class UserLedger:
     def fork_asked(
         self, asker: int, token: int, key: tuple[int, int], underway: set[int]
     ) -> bool | None:
-        """Whether the fork of this owner is here; None if it may still come.
+        """Whether the fork of this owner is here; None if it may still come, or be counted in.
 
         It may come in the answer to a call to the asker that was under way when it first asked.
         """
         if key in self._held:
-            self._asked.pop((asker, token), None)
-            return True
-        left = self._asked.setdefault((asker, token), underway) & underway
-        if left:
+            return True if self._held[key].is_counted else None
+        if number_of(token) in self._came[asker] or {asker, key[0]} & self._gone:
+            return False  # it is no more, or is refused
+        if self._asked.setdefault((asker, token), underway) & underway:
             return None
-        del self._asked[asker, token]
+        self.child_came(asker, token)  # so that it is refused
         return False
 
     def worker_gone(self, worker: int) -> list[Holding]:
         """What is to be released: references that have nowhere to go now, and their parents."""
+        self._gone.add(worker)
         self._held = {k: h for k, h in self._held.items() if k[0] != worker}
-        self._asked = {k: c for k, c in self._asked.items() if k[0] != worker}
+        self._asked.clear()  # who still wants to know asks again
         over: list[Holding] = []
         for token, transit in self.transits().items():
             if worker in (transit.to, transit.child.owner):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..wire.messages import Call
 
-CREATE, INVOKE, FETCH, ADOPT, NOTES, RECALL = 32, 33, 34, 35, 36, 37
+CREATE, INVOKE, FETCH, ADOPT, NOTES, RECALL, CREATE_NOW = 32, 33, 34, 35, 36, 37, 38
 
 _BITS = 40
 
@@ -41,6 +41,11 @@ class Create(Call):
 
     ids: the value, and if the function is the name of a method, the value and fork it belongs to.
     """
+
+
+@dataclass(frozen=True, slots=True)
+class CreateNow(Create):
+    """Creator → owner: the same, but answered with the result, or what the function raised."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class Notes:
     received: list[int]
     """Receiver of a reply → its sender: references in transit that have come."""
     failed: list[tuple[int, str]]
-    """Creator → owner: values that were not made as far as it knows, and why."""
+    """Creator → owner: values whose call failed, and why. If it has not come, it never will."""
 
 
 @dataclass(frozen=True, slots=True)

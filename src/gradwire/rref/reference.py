@@ -54,7 +54,7 @@ class RRef(Generic[T]):
     `RRef(value)` makes one to a value of this worker; `remote` to what a function returns on
     another. Pass it in calls, return it, keep it in containers; drop it when you are done.
 
-    >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 1))
+    >>> rref = gw.remote("worker1", torch.add, args=(torch.ones(2), 1))
     >>> rref.to_here()
     tensor([2., 2.])
     >>> rref.owner_name()

@@ -14,14 +14,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch.futures
-
-from ..errors import GradwireError, ProtocolError
+from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..rpc import modes
 from ..rpc.agent import Agent, prepare
 from ..rpc.futures import CallFuture, settle
-from ..rpc.runner import Later, Runner
+from ..rpc.peers import Peer
+from ..rpc.runner import Failed, Later, Runner
 from ..threads import Executor
 from ..wire.messages import Call
 from .carriage import Carriage
@@ -32,11 +31,13 @@ from .janitor import Janitor
 from .ledger import Holding
 from .messages import (
     CREATE,
+    CREATE_NOW,
     FETCH,
     INVOKE,
     NOTES,
     RECALL,
     Create,
+    CreateNow,
     Fetch,
     Invoke,
     Notes,
@@ -78,10 +79,11 @@ class References:
         self._executor = executor
         self._runner = runner
         self._timeout = timeout
-        agent.handle(CREATE, Create, self._create)
+        agent.handle(CREATE, Create, self._create, in_haste=False)
+        agent.handle(CREATE_NOW, CreateNow, self._create_now)
         agent.handle(INVOKE, Invoke, self._invoked)
         agent.handle(FETCH, Fetch, self._fetched)
-        agent.handle(NOTES, Notes, self._noted)
+        agent.handle(NOTES, Notes, self._noted, in_haste=False)
         agent.handle(RECALL, Recall, self._recalled)
         agent.gone.subscribe(self._worker_gone)
         self.carriage = Carriage(
@@ -103,17 +105,35 @@ class References:
         self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
     ) -> RRef[Any]:
         """A reference to what a function returns there."""
-        call = prepare(func, args, kwargs)
-        return self._remote(self._agent.peer(to).id, call, timeout)
+        peer = self._agent.peer(to)
+        core = self._new_core(peer)
+        create = prepare(func, args, kwargs, Create, (core.id,))
+        return self._start(core, create, peer, timeout)
 
     def fetch(self, core: Core, timeout: float | None, part: str = "value") -> Any:
         """The value, or its type."""
         if isinstance(core, OwnedValue):
             seconds = self._timeout if timeout is None else timeout
             return _part(core.wait(self._executor, seconds), part)
+        if not core.is_confirmed:
+            return self._fetch_new(core, timeout, part)
         message = Fetch(core.id, core.holding.fork, part)
-        if core.is_confirmed:
-            return self._agent.ask(core.owner.id, message, timeout)
+        return self._agent.ask(core.owner.id, message, timeout)
+
+    def _fetch_new(self, core: Fork, timeout: float | None, part: str) -> Any:
+        """A value whose making is not confirmed; in one message, if that has not been sent."""
+        caller, creation = self._agent.caller, core.creation
+        held = caller.take_held(creation) if creation and part == "value" else None
+        if held is not None:
+            try:
+                return caller.ask_held(held, CREATE_NOW, timeout)
+            except CallTimeout:
+                raise  # it has come, or its end has been told
+            except Exception as error:
+                self._creation_failed(core.holding, error)
+                raise
+        # Not by a lane: it would overtake the call that makes the value.
+        message = Fetch(core.id, core.holding.fork, part)
         return self._agent.request(core.owner.id, message, timeout).wait()
 
     def fetch_async(
@@ -121,7 +141,9 @@ class References:
     ) -> CallFuture:
         """The future of the value, or of its type."""
         if isinstance(core, OwnedValue):
-            return self._when_ready(core, part)
+            future = self._agent.caller.local_future(Fetch, self.me.name)
+            core.when_ready(lambda: settle(future, lambda: _part(core.get(), part)))
+            return future
         message = Fetch(core.id, core.holding.fork, part)
         return _keeping(core, self._agent.request(core.owner.id, message, timeout))
 
@@ -132,10 +154,8 @@ class References:
         call, peer = _invocation(core, method, args, kwargs), core.owner.id
         if isinstance(core, Fork) and core.is_confirmed:
             return self._agent.caller.call_sync(self._agent.peer(peer), call, timeout)
-        # Not by a lane: it would overtake the call that makes the value.
-        return self._agent.caller.call_async(
-            self._agent.peer(peer), call, timeout
-        ).wait()
+        caller = self._agent.caller
+        return caller.call_async(self._agent.peer(peer), call, timeout).wait()
 
     def invoke_async(
         self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
@@ -149,41 +169,46 @@ class References:
         self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
     ) -> RRef[Any]:
         """Call a method of the value; a reference to its result."""
-        call = _invocation(core, method, args, kwargs)
-        return self._remote(core.owner.id, call, timeout, core)
+        peer = self._agent.peer(core.owner.id)
+        made = self._new_core(peer)
+        ids = (made.id, core.id, _fork_of(core))
+        create = Create(method, args, kwargs, modes.capture(), ids)
+        return self._start(made, create, peer, timeout, keep=core)
 
     def creation(self, core: Core) -> CallFuture:
         """Done when the owner has the value."""
-        if isinstance(core, Fork) and core.creation is not None:
-            return core.creation
+        made = core.creation if isinstance(core, Fork) else None
+        if made is not None:
+            return made
         if isinstance(core, OwnedValue):
             return self._when_ready(core, "nothing")
         future = self._agent.caller.local_future(Create, core.owner.name)
         future.set_result(None)
         return future
 
-    def _remote(
+    def _new_core(self, owner: Peer) -> Core:
+        if owner.id == self.me.id:
+            return self.estate.new()
+        return self.custody.create(owner.card.info, calling_line())
+
+    def _start(
         self,
-        to: int,
-        call: Call,
+        core: Core,
+        create: Call,
+        peer: Peer,
         timeout: float | None,
         keep: Core | None = None,
     ) -> RRef[Any]:
-        core: Core
-        if to == self.me.id:
-            core = self.estate.new()
-            failed: Callable[[Exception], None] = core.fail
-        else:
-            number = self.custody.new_fork(to)
-            owner = self._agent.peer(to).card.info
-            holding = Holding(to, number, number)
-            core = self.custody.take(holding, owner, calling_line())
+        """Have a value made; a reference to it. What its making needs is kept meanwhile."""
+        failed: Callable[[Exception], None]
+        if isinstance(core, Fork):
             failed = partial(self._creation_failed, core.holding)
-        peer = self._agent.peer(to)
-        ids = (core.id, *call.ids)
-        create = Create(call.function, call.args, call.kwargs, call.modes, ids)
-        make = partial(Creation, failed)
-        creation = self._agent.caller.call_async(peer, create, timeout, make)
+        else:
+            failed = core.fail
+        # Likely the next thing is to ask for the value: let them go together.
+        creation = self._agent.caller.call_async(
+            peer, create, timeout, make=partial(Creation, failed), can_wait=True
+        )
         if isinstance(core, Fork):
             core.creation = creation
         _keeping(keep, creation)
@@ -192,6 +217,16 @@ class References:
     # What others ask
 
     def _create(self, sender: int, message: Create) -> Later | None:
+        owned = self._make(sender, message)
+        return None if owned.is_ready else Later(self._when_ready(owned, "nothing"))
+
+    def _create_now(self, sender: int, message: Create) -> Any:
+        owned = self._make(sender, message)
+        if owned.is_ready:
+            return owned.give()
+        return Later(self._when_ready(owned, "value"))
+
+    def _make(self, sender: int, message: Create) -> OwnedValue:
         number, *of = message.ids
         if maker_of(number) != sender:
             raise ProtocolError(f"worker {sender} numbers a value {number}")
@@ -203,21 +238,19 @@ class References:
                 value = self._runner.run(message)
         except BaseException as error:  # noqa: BLE001 user code
             owned.fail(error)
-            return None
+            return owned
         if type(value) is not Later:
             owned.set(value)
-            return None
-        made: torch.futures.Future[Any] = torch.futures.Future()
+            return owned
 
         def finished(future: Any) -> None:
             try:
                 owned.set(future.value())
             except BaseException as error:  # noqa: BLE001 user code
                 owned.fail(error)
-            made.set_result(None)
 
         value.future.add_done_callback(finished)
-        return Later(made)
+        return owned
 
     def _invoked(self, sender: int, message: Invoke) -> Any:
         return self._runner.run_method(self._target(message.ids), message)
@@ -230,12 +263,13 @@ class References:
     def _fetched(self, sender: int, message: Fetch) -> Any:
         owned, part = self.estate.find(message.value, message.fork), message.part
         if owned.is_ready:
-            return _part(owned.get(), part)
+            return _part(owned.give(), part)
         return Later(self._when_ready(owned, part))
 
     def _when_ready(self, owned: OwnedValue, part: str) -> CallFuture:
+        """The future of what is to be sent of a value."""
         future = self._agent.caller.local_future(Fetch, self.me.name)
-        owned.when_ready(lambda: settle(future, lambda: _part(owned.get(), part)))
+        owned.when_ready(lambda: future.set_result(_part(owned.give(), part)))
         return future
 
     def _noted(self, sender: int, notes: Notes) -> None:
@@ -261,7 +295,7 @@ class References:
 
     @property
     def started(self) -> int:
-        """Messages about references ever sent from here."""
+        """Notes about references ever sent from here."""
         return self.janitor.said
 
     def wait_quiet(self) -> None:
@@ -324,14 +358,18 @@ class References:
 
 
 def _invocation(core: Core, method: str, args: Any, kwargs: Any) -> Invoke:
-    fork = core.holding.fork if isinstance(core, Fork) else 0
-    return Invoke(method, args, kwargs, modes.capture(), (core.id, fork))
+    return Invoke(method, args, kwargs, modes.capture(), (core.id, _fork_of(core)))
+
+
+def _fork_of(core: Core) -> int:
+    return core.holding.fork if isinstance(core, Fork) else 0
 
 
 def _part(value: Any, part: str) -> Any:
-    if part == "value":
-        return value
-    return type(value) if part == "type" else None
+    """What was asked for of a value: itself, its type, or only that it is there."""
+    if part == "nothing":
+        return None
+    return type(value) if part == "type" and type(value) is not Failed else value
 
 
 def _keeping(core: Core | None, future: CallFuture) -> CallFuture:

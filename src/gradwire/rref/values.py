@@ -8,13 +8,12 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import CallTimeout
+from ..errors import CallTimeout, RemoteError
 from ..ids import WorkerInfo
 from ..rpc.futures import fresh_copy
+from ..rpc.runner import Failed
 from ..threads import Bell, Executor
 from .messages import spell
-
-_OURS = __name__.partition(".")[0] + "."
 
 
 class OwnedValue:
@@ -22,7 +21,7 @@ class OwnedValue:
 
     __slots__ = (
         "__weakref__",
-        "_error",
+        "_failed",
         "_lock",
         "_result",
         "_waiting",
@@ -36,7 +35,7 @@ class OwnedValue:
         self.owner = owner
         self.is_ready = False
         self._result: Any = None
-        self._error: BaseException | None = None
+        self._failed: Failed | None = None
         self._waiting: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
@@ -47,23 +46,28 @@ class OwnedValue:
     def state(self) -> str:
         if not self.is_ready:
             return "pending"
-        return "failed" if self._error else type(self._result).__qualname__
+        return "failed" if self._failed else type(self._result).__qualname__
 
     def set(self, result: Any) -> None:
         self._end(result, None)
 
     def fail(self, error: BaseException) -> None:
-        self._end(None, _without_our_frames(error))
+        self._end(None, _keepable(error))
 
     def get(self) -> Any:
         """The value, which is ready; raises what its making raised."""
-        if self._error is not None:
-            error = fresh_copy(self._error)
-            try:
-                raise error.with_traceback(self._error.__traceback__)
-            finally:
-                del error  # or this frame and it would keep each other, and the value
+        if self._failed is not None:
+            error, trace = self._failed
+            kind = type(error).__qualname__
+            cause = RemoteError(self.owner.name, kind, str(error), trace)
+            if not isinstance(error, Exception):
+                raise cause  # what ended the function would end this thread too
+            raise fresh_copy(error) from cause
         return self._result
+
+    def give(self) -> Any:
+        """The value, which is ready, to be sent; or `Failed`."""
+        return self._result if self._failed is None else self._failed
 
     def when_ready(self, callback: Callable[[], object]) -> None:
         """Call `callback` when it is there or has failed; at once if it is."""
@@ -78,7 +82,7 @@ class OwnedValue:
 
         Raises:
             CallTimeout: not within so many seconds; 0 is for ever.
-            BaseException: what its making raised.
+            Exception: what its making raised.
         """
         if not self.is_ready:
             bell = Bell()
@@ -91,21 +95,22 @@ class OwnedValue:
                 raise CallTimeout(what, self.owner.name, seconds)
         return self.get()
 
-    def _end(self, result: Any, error: BaseException | None) -> None:
+    def _end(self, result: Any, failed: Failed | None) -> None:
         with self._lock:
             if self.is_ready:
                 return  # its creator has given up on it
-            self._result, self._error = result, error
+            self._result, self._failed = result, failed
             self.is_ready = True
             waiting, self._waiting = self._waiting, []
         for callback in waiting:
             callback()
 
 
-def _without_our_frames(error: BaseException) -> BaseException:
-    """It is kept as long as the value: so keep the lines it went through, not their variables."""
-    trace = error.__traceback__
-    while trace and trace.tb_frame.f_globals.get("__name__", "").startswith(_OURS):
-        trace = trace.tb_next
-    traceback.clear_frames(trace)
-    return error.with_traceback(trace)
+def _keepable(error: BaseException) -> Failed:
+    """An exception to be kept, with its text only: frames would keep what the function used."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    twin = fresh_copy(error).with_traceback(None)
+    twin.__cause__ = twin.__context__ = (
+        None  # they have frames too; the text has it all
+    )
+    return Failed(twin, trace)

@@ -251,9 +251,10 @@ class CallerChannel(Channel):
         self._answered = 0
 
     def post(self, call: int, parcel: Parcel) -> None:
-        """Send a request; held back a moment if many are under way."""
+        """Send a request; held back a moment if it can wait or many are under way."""
         self._posted += 1
-        self.send(call, parcel, more=self._posted - self._answered > _MOST_HELD)
+        many = self._posted - self._answered > _MOST_HELD
+        self.send(call, parcel, more=many or parcel.can_wait)
 
     def attend(self, call: int, answer: Answer, deadline: float | None) -> None:
         """Wait for an answer, reading if nobody else does."""
@@ -344,8 +345,7 @@ class CallerChannel(Channel):
     def _leave(self) -> None:
         with self._state_lock:
             self._attending -= 1
-            last = not self._attending
-        if not last:
+        if self._attending:
             self._hand_over()
         elif self._over:
             self._free()

@@ -123,7 +123,8 @@ class SocketTransport:
         if link is None or link.channel is None:
             return
         try:
-            link.channel.send(call, parcel, more=self._executor.backlog > 1)
+            more = parcel.can_wait or self._executor.backlog > 1
+            link.channel.send(call, parcel, more=more)
         except OSError as error:
             log.debug("answer to worker %d could not be sent: %s", to, error)
 

@@ -136,11 +136,13 @@ class Codec:
                 return parcel
         return self._general(RESULT, (value,), manner)
 
-    def failure(self, error: BaseException, manner: Manner) -> Parcel:
+    def failure(
+        self, error: BaseException, manner: Manner, trace: str | None = None
+    ) -> Parcel:
         """An exception as a parcel: itself, if it can be sent, and what it says in any case."""
         same = manner.same_main
         pickler = PickleSerializer(self._reducers, same_main=same)
-        failure = describe_failure(error, None if manner.plain else pickler)
+        failure = describe_failure(error, None if manner.plain else pickler, trace)
         try:
             return self._general(FAILURE, _fields(failure), manner)
         except Exception:  # noqa: BLE001 user code; or it is larger than the limits
@@ -186,7 +188,7 @@ class Codec:
         return ProtocolError(f"unknown encoding {encoding}")
 
     def _from_values(self, kind: int, subject: Subject, values: list[Any]) -> Any:
-        if subject.kind != kind:
+        if subject.kind != kind and not self._extends(kind, subject.kind):
             raise ProtocolError(f"message {kind} with a signature of {subject.kind}")
         if kind == RESULT and (subject.spread or len(values) == 1):
             return Result(tuple(values) if subject.spread else values[0])
@@ -197,10 +199,17 @@ class Codec:
         if count < 0:
             raise ProtocolError(f"message {kind} with more names than values")
         kwargs = dict(zip(subject.keywords, values[count:], strict=True))
+        args = tuple(values[:count])
         if kind == CALL:
-            return Call(subject.name, tuple(values[:count]), kwargs, subject.modes)
-        fields = (subject.name, tuple(values[:count]), kwargs, subject.modes, ids)
-        return self._from_fields(kind, fields)
+            return Call(subject.name, args, kwargs, subject.modes)
+        message = self._types.get(kind)
+        if message is None or not issubclass(message, Call) or not _are_ids(ids):
+            raise ProtocolError(f"message {kind} is no call, or its numbers are none")
+        return message(subject.name, args, kwargs, subject.modes, ids)
+
+    def _extends(self, kind: int, other: int) -> bool:
+        """Whether one kind of message is another, and more."""
+        return issubclass(self._types.get(kind, int), self._types.get(other, str))
 
     def _from_fields(self, kind: int, fields: tuple[Any, ...]) -> Any:
         if not isinstance(fields, (tuple, list)):
@@ -253,7 +262,17 @@ class Codec:
 
 
 def _fields(message: Any) -> tuple[Any, ...]:
-    return tuple(getattr(message, f.name) for f in dataclasses.fields(message))
+    return tuple([getattr(message, name) for name in _field_names(type(message))])
+
+
+def _field_names(message: type) -> list[str]:
+    names = _known_names.get(message)
+    if names is None:
+        names = _known_names[message] = [f.name for f in dataclasses.fields(message)]
+    return names
+
+
+_known_names: dict[type, list[str]] = {}
 
 
 def _has_right_types(message: Any) -> bool:
@@ -265,17 +284,22 @@ def _has_right_types(message: Any) -> bool:
             isinstance(args, kinds)
             and type(kwargs) is dict
             and (modes is None or isinstance(modes, kinds))
-            and isinstance(ids, kinds)
-            and all(type(number) is int for number in ids)
+            and _are_ids(ids)
         )
     if type(message) is Failure:
         return all(type(text) is str for text in _fields(message)[:3])
     return True
 
 
-def describe_failure(error: BaseException, pickler: Serializer | None) -> Failure:
+def _are_ids(ids: Any) -> bool:
+    return isinstance(ids, (tuple, list)) and all(type(n) is int for n in ids)
+
+
+def describe_failure(
+    error: BaseException, pickler: Serializer | None, trace: str | None = None
+) -> Failure:
     """An exception as a message; without a pickler, as text only."""
-    trace = "".join(traceback.format_exception(error)).rstrip()
+    trace = trace or "".join(traceback.format_exception(error)).rstrip()
     beside: list[torch.Tensor] = []
     pickled = None
     if pickler is not None:

@@ -67,6 +67,8 @@ class Parcel:
     bulk_length: int = 0
     scope: int = 0
     freight: Sequence[Freight] = ()
+    can_wait: bool = False
+    """It may be held back for a moment, to travel with others."""
 
     def header(self, call: int, segment: int = 0) -> bytes:
         return HEADER.pack(
