@@ -1,9 +1,10 @@
 """References in messages: what stands for them on the way, and what both ends do about them.
 
-A reference travels as four numbers: its owner, its value, the fork that the receiver will have (0
-if that is the owner), and for replies a token, which the receiver sends back when it has it. Who
-receives one from its owner has been counted in already; from another holder, it asks the owner to
-be counted in, and the message is not used before that is answered.
+A reference travels as five numbers: its owner, its value, the fork that the receiver will have (0
+if that is the owner), a token by which the sender may ask for it, and 1 in replies: the receiver
+then sends the token back when it has it. Who receives one from its owner has been counted in
+already; from another holder, it asks the owner to be counted in, and the message is not used before
+that is answered.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class Carriage:
             fork = 0 if to == owner else self._custody.new_fork(owner)
         transit = Transit(Holding(owner, core.id, fork), parent, to, is_reply)
         token = self._custody.child_left(transit)
-        fields = owner, core.id, fork, token if is_reply else 0
+        fields = owner, core.id, fork, token, int(is_reply)
         return fields, Consignment(self._custody, token)
 
     def unload(
@@ -69,10 +70,15 @@ class Carriage:
         """The reference that came.
 
         Raises:
-            StaleReferenceError: its value is gone.
+            StaleReferenceError: its value is gone, or its sender has given it up.
             WorkerLostError: its owner is gone.
         """
-        owner, number, fork, token = fields
+        owner, number, fork, token, is_reply = fields
+        if not self._custody.child_came(sender, token):
+            raise StaleReferenceError(
+                f"the reference to value {spell(number)} came too late: who sent it was told "
+                "that it had not come"
+            )
         adoption = None
         if owner == self._agent.me.id:
             rref = self._handle(self._estate.find(number, fork))
@@ -82,10 +88,12 @@ class Carriage:
             holding = Holding(owner, number, fork)
             made_at = f"received from {self._agent.members.name(sender)}"
             info = self._agent.peer(owner).card.info
-            rref = self._handle(self._custody.take(holding, info, made_at))
-            if sender != owner:
-                adoption = Adoption(self, holding, sender, token)
-        if token and adoption is None:
+            is_counted = sender == owner
+            core = self._custody.take(holding, info, made_at, is_counted=is_counted)
+            rref = self._handle(core)
+            if not is_counted:
+                adoption = Adoption(self, holding, sender, token if is_reply else 0)
+        if is_reply and adoption is None:
             self._custody.child_received(sender, token)
         return rref, adoption
 
@@ -93,7 +101,8 @@ class Carriage:
         message = Adopt(holding.value, holding.fork)
         return self._agent.request(holding.owner, message, _RETRY)
 
-    def adopted(self, sender: int, token: int) -> None:
+    def adopted(self, holding: Holding, sender: int, token: int) -> None:
+        self._custody.fork_counted(holding)
         if token:
             self._custody.child_received(sender, token)
 
@@ -147,4 +156,4 @@ class Adoption:
                 f"value {spell(self._holding.value)} is gone: who passed the reference to it "
                 "on did not live long enough, or was too slow"
             )
-        self._carriage.adopted(self._sender, self._token)
+        self._carriage.adopted(self._holding, self._sender, self._token)

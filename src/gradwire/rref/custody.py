@@ -64,13 +64,25 @@ class Custody:
             self._ledger.fork_came(holding, made_at)
         return Fork(holding, owner, self.events.put)
 
-    def take(self, holding: Holding, owner: WorkerInfo, made_at: str) -> Fork:
-        """A fork that is this worker's from now on."""
+    def child_came(self, sender: int, token: int) -> bool:
+        """Whether a reference may be taken."""
+        with self._lock:
+            return self._ledger.child_came(sender, token)
+
+    def take(
+        self, holding: Holding, owner: WorkerInfo, made_at: str, *, is_counted: bool
+    ) -> Fork:
+        """A fork that is this worker's from now on; whether its owner knows of it."""
         self.watch()
         with self._lock:
             if holding.owner not in self._gone:
-                self._ledger.fork_came(holding, made_at)
+                self._ledger.fork_came(holding, made_at, is_counted=is_counted)
         return Fork(holding, owner, self.events.put)
+
+    def fork_counted(self, holding: Holding) -> None:
+        """Its owner knows of it."""
+        with self._lock:
+            self._ledger.fork_counted(holding.owner, holding.fork)
 
     def child_left(self, transit: Transit) -> int:
         """A token for a reference that leaves."""

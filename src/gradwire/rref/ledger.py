@@ -150,7 +150,7 @@ class UserLedger:
         return dict(self._transits)
 
     def child_came(self, sender: int, token: int) -> bool:
-        """Whether a reference may be taken: False if its sender has been told that it is not here."""
+        """Whether a reference may be taken; not if its sender was told that it is not here."""
         self._asked.pop((sender, token), None)
         return self._came[sender].is_new(number_of(token))
 
@@ -199,10 +199,6 @@ class UserLedger:
             parent.children -= 1
             over += self._let_go(parent)
         return over
-
-    def fork_lost(self, owner: int, fork: int) -> None:
-        """A fork is not to be released: its owner has been told of its end otherwise."""
-        self._held.pop((owner, fork), None)
 
     def fork_asked(
         self, asker: int, token: int, key: tuple[int, int], underway: set[int]

@@ -18,7 +18,7 @@ from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..rpc import modes
 from ..rpc.agent import Agent, prepare
-from ..rpc.futures import CallFuture, settle
+from ..rpc.futures import CallFuture, fresh_copy, settle
 from ..rpc.peers import Peer
 from ..rpc.runner import Failed, Later, Runner
 from ..threads import Executor
@@ -79,6 +79,7 @@ class References:
         self._executor = executor
         self._runner = runner
         self._timeout = timeout
+        self._leaked: dict[Holding, str] = {}  # what is held when all is quiet
         agent.handle(CREATE, Create, self._create, in_haste=False)
         agent.handle(CREATE_NOW, CreateNow, self._create_now)
         agent.handle(INVOKE, Invoke, self._invoked)
@@ -127,14 +128,19 @@ class References:
         if held is not None:
             try:
                 return caller.ask_held(held, CREATE_NOW, timeout)
-            except CallTimeout:
-                raise  # it has come, or its end has been told
-            except Exception as error:
-                self._creation_failed(core.holding, error)
-                raise
+            except Exception as error:  # noqa: BLE001 the user's, or ours
+                if not isinstance(error, CallTimeout):  # then it has been told
+                    self._creation_failed(core.holding, error)
+                # The creation may keep this one: its frames would keep the reference.
+                error.__context__ = None
+                raise fresh_copy(error.with_traceback(None)) from error.__cause__
         # Not by a lane: it would overtake the call that makes the value.
         message = Fetch(core.id, core.holding.fork, part)
-        return self._agent.request(core.owner.id, message, timeout).wait()
+        try:
+            return self._agent.request(core.owner.id, message, timeout).wait()
+        except GradwireError:
+            _ = core.is_confirmed  # if it was never made, raises why
+            raise
 
     def fetch_async(
         self, core: Core, timeout: float | None, part: str = "value"
@@ -144,6 +150,7 @@ class References:
             future = self._agent.caller.local_future(Fetch, self.me.name)
             core.when_ready(lambda: settle(future, lambda: _part(core.get(), part)))
             return future
+        _ = core.is_confirmed  # if its making has failed, raises why
         message = Fetch(core.id, core.holding.fork, part)
         return _keeping(core, self._agent.request(core.owner.id, message, timeout))
 
@@ -312,12 +319,19 @@ class References:
                     pass  # the next round sees to it
             if not unanswered:
                 if self.custody.is_quiet:
+                    self._note_leaks()
                     return
                 time.sleep(0.005)  # a receiver will tell us, or can be asked again
 
+    def _note_leaks(self) -> None:
+        """Remember what is held now; owners that have left already do not make it less."""
+        gone = [h for h in self._leaked if self._agent.members.get(h.owner) is None]
+        left = {holding: self._leaked[holding] for holding in gone}
+        self._leaked = left | self.custody.holdings()
+
     def report_leaks(self) -> None:
         """Name the references that are still held at the end of the world."""
-        held = sorted(self.custody.holdings().items())
+        held = sorted(self._leaked.items())
         if held:
             name = self._agent.members.name
             first = [
@@ -362,7 +376,11 @@ def _invocation(core: Core, method: str, args: Any, kwargs: Any) -> Invoke:
 
 
 def _fork_of(core: Core) -> int:
-    return core.holding.fork if isinstance(core, Fork) else 0
+    """The fork to call a method by, 0 at the owner; raises why there is no value, if known."""
+    if isinstance(core, OwnedValue):
+        return 0
+    _ = core.is_confirmed
+    return core.holding.fork
 
 
 def _part(value: Any, part: str) -> Any:

@@ -62,7 +62,8 @@ class OwnedValue:
             cause = RemoteError(self.owner.name, kind, str(error), trace)
             if not isinstance(error, Exception):
                 raise cause  # what ended the function would end this thread too
-            raise fresh_copy(error) from cause
+            # Where there is no copy: without the lines it went through the last time.
+            raise fresh_copy(error).with_traceback(None) from cause
         return self._result
 
     def give(self) -> Any:
@@ -82,8 +83,11 @@ class OwnedValue:
 
         Raises:
             CallTimeout: not within so many seconds; 0 is for ever.
+            ValueError: they are negative.
             Exception: what its making raised.
         """
+        if seconds < 0:
+            raise ValueError(f"timeout={seconds!r}: give seconds, or 0 for none")
         if not self.is_ready:
             bell = Bell()
             self.when_ready(bell.ring)
