@@ -22,7 +22,8 @@ from ..errors import (
 from ..options import Options
 from ..threads import Bell, Executor
 from ..transport.base import Transport
-from ..wire.codec import Codec, revive_failure
+from ..wire.codec import Codec
+from ..wire.failures import revive_failure
 from ..wire.frames import Frame, Freight, Parcel
 from ..wire.functions import describe
 from ..wire.messages import RESULT, Call, Failure

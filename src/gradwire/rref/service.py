@@ -79,10 +79,10 @@ class References:
         self._executor = executor
         self._runner = runner
         self._timeout = timeout
-        agent.handle(CREATE, Create, self._create, in_haste=False)
-        agent.handle(CREATE_NOW, CreateNow, self._create_now)
-        agent.handle(INVOKE, Invoke, self._invoked)
-        agent.handle(FETCH, Fetch, self._fetched)
+        agent.handle(CREATE, Create, self._create, in_haste=False, in_context=True)
+        agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
+        agent.handle(INVOKE, Invoke, self._invoked, in_context=True)
+        agent.handle(FETCH, Fetch, self._fetched, in_context=True)
         agent.handle(NOTES, Notes, self._noted, in_haste=False)
         agent.handle(RECALL, Recall, self._recalled)
         agent.gone.subscribe(self._worker_gone)
