@@ -1,0 +1,107 @@
+"""What workers say to each other about contexts and passes.
+
+All but the tensors are small integers, strings and tuples of them, so that every encoding can
+carry them, also the one that accepts no pickles.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+STEP, ABORT, RELEASE = 48, 49, 50
+
+RETAIN, CREATE, ACCUMULATE, QUIET = 1, 2, 4, 8
+"""How a pass is run: keep the graph; make the gradients differentiable; fill `.grad` too; keep no
+gradients in the context (the functional form)."""
+
+Delivery = tuple[int, tuple[Any, ...], tuple[int, ...], int, tuple[int, ...]]
+"""Gradients for one send: its id; a gradient or None for each of its tensors; which of them are
+void; the id under which the gradients themselves were sent, or 0; and which of them were."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A worker → another, in a pass: here are gradients for your sends, others will get none.
+
+    The first one engages the receiver: it is answered when all that follows from it is done. Later
+    ones are answered at once.
+    """
+
+    context: int
+    number: int
+    """Of the pass: the worker that began it and a count."""
+    flags: int
+    voids: tuple[int, ...]
+    """Sends that get no gradient."""
+    listed: tuple[int, ...] | None
+    """All sends that arrived here and may get one; None if that was said before. Those in neither
+    list never arrived: they are void too."""
+    awaiting: int
+    """How many sends to the receiver there are here; it says so if it did not get as many."""
+    deliveries: tuple[Delivery, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """A worker → those it gave work in a pass: it has failed, let go."""
+
+    context: int
+    number: int
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """A worker → those its context knows: the context is over. Passed on by whoever has it."""
+
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """What went wrong in a pass, and on which worker: as text, and pickled where possible."""
+
+    worker: int
+    type_name: str
+    message: str
+    trace: str
+    pickled: bytes | None
+    tensors: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """The answer to a step: done; and on the way back, what else the asker is to know."""
+
+    voids: tuple[int, ...] = ()
+    deliveries: tuple[Delivery, ...] = ()
+
+
+Outcome = Done | Failed
+
+_NOTHING = Done()
+
+
+def pack(outcome: Outcome) -> Any:
+    """An outcome as the answer to a step; None for the most common one."""
+    if isinstance(outcome, Failed):
+        return (
+            1,
+            outcome.worker,
+            outcome.type_name,
+            outcome.message,
+            outcome.trace,
+            outcome.pickled,
+            outcome.tensors,
+        )
+    if outcome.voids or outcome.deliveries:
+        return 0, outcome.voids, outcome.deliveries
+    return None
+
+
+def unpack(answer: Any) -> Outcome:
+    """What an answer to a step says."""
+    if answer is None:
+        return _NOTHING
+    kind, *fields = answer
+    return Failed(*fields) if kind else Done(*fields)
