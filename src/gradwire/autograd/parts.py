@@ -1,8 +1,8 @@
 """The part of one worker in one pass: carries out what its progress says.
 
 `Progress` (`passes.py`) knows what has happened and what must follow; this file runs segments,
-posts messages and wakes those who wait. Its lock guards the progress and is never held while running or
-sending anything.
+posts messages and wakes those who wait. Its lock guards the progress and is never held while
+running or sending anything.
 
 Who runs what: a segment that need not wait is run by the thread that learned that it can be: the
 caller of `backward`, the one that got a message, or the one that got an answer. A segment with
@@ -33,11 +33,12 @@ from .engine import Job, Start
 from .failures import describe
 from .gradients import keep
 from .messages import CREATE, Delivery, Done, Failed, Outcome, Step, pack, unpack
-from .nodes import Crossing, Gradients, Send
+from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
     Action,
     Finish,
+    Narrow,
     Piece,
     Plan,
     Progress,
@@ -268,6 +269,8 @@ class Part:
         for action in actions:
             if isinstance(action, Run):
                 runs.append(action)
+            elif isinstance(action, Narrow):
+                self._narrow(action.piece, action.sends)
             elif isinstance(action, Tell):
                 self._post(action.to, action.words, ())
             elif isinstance(action, Wake):
@@ -320,26 +323,29 @@ class Part:
 
     def _job(self, run: Run) -> Job:
         segment = self._segments[run.piece]
-        sends = segment.sends
-        if len(run.sends) < len(sends):
-            sends = [self.context.sends[number] for number in run.sends]
-            segment = self._narrow(run, segment, sends)
+        if len(run.sends) < len(segment.sends):
+            segment = self._narrow(run.piece, run.sends)
         start = self._start
         roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
         return Job(
-            roots, sends, segment.recvs, segment.leaves, start.wanted, self._flags
+            roots,
+            segment.sends,
+            segment.recvs,
+            segment.leaves,
+            start.wanted,
+            self._flags,
         )
 
-    def _narrow(
-        self, run: Run, segment: graph.Segment, sends: list[Send]
-    ) -> graph.Segment:
-        """What is reached without the sends that are void."""
+    def _narrow(self, piece: int, numbers: tuple[int, ...]) -> graph.Segment:
+        """What is reached from the sends that are not void."""
+        segment = self._segments[piece]
+        sends = [send for send in segment.sends if send.crossing.id in numbers]
         roots = [self._start.roots[index].grad_fn for index in segment.roots]
         parts = graph.cut(roots, sends, self.context.id)
         recvs = [recv for part in parts for recv in part.recvs]
         leaves = list({leaf for part in parts for leaf in part.leaves})
         with self.lock:
-            actions = self._progress.narrowed(run.piece, [recv.id for recv in recvs])
+            actions = self._progress.narrowed(piece, [recv.id for recv in recvs])
         self._do(actions)
         return graph.Segment(segment.roots, sends, leaves, recvs)
 

@@ -7,8 +7,9 @@ P1  Every send gets gradients, or is told that none will come (it is *void*), on
     again changes nothing.
 P2  A piece of the graph with roots is run at once. One without is run when the newest of its sends
     that are not void has gradients; if all are void it is skipped.
-P3  A recv that no run reaches makes the matching send void: it is told at the first moment this is
-    known. The only reason to wait is that another message to the same worker is about to leave.
+P3  A recv that no source reaches that is not void makes the matching send void. That is told at the
+    first moment it is known, which may be before anything is run. The only reason to wait is that
+    another message to the same worker is about to leave.
 P4  A worker that has our sends and has not been heard in this pass is told that it goes on, so that
     it finds out which of them are void there.
 P5  The first message of a worker to another lists the sends that arrived there. Those not listed
@@ -62,6 +63,13 @@ class Run(NamedTuple):
     """Not all of the sends have their gradients yet."""
 
 
+class Narrow(NamedTuple):
+    """Find out which recvs these sends of a piece reach, and say `narrowed`: others are void."""
+
+    piece: int
+    sends: tuple[int, ...]
+
+
 class Words(NamedTuple):
     """What a message says beside gradients."""
 
@@ -95,7 +103,7 @@ class Finish(NamedTuple):
     voids: tuple[int, ...]
 
 
-Action = Run | Tell | Wake | Abort | Finish
+Action = Run | Narrow | Tell | Wake | Abort | Finish
 
 
 _IDLE, _RUNNING, _DONE = range(3)
@@ -175,7 +183,7 @@ class Progress:
         return self._next()
 
     def narrowed(self, piece: int, recvs: Iterable[int]) -> list[Action]:
-        """A piece is run from some of its sources only, which reach these recvs."""
+        """The sources of a piece that are not void reach these recvs only."""
         reached = set(recvs)
         for recv in self.plan.pieces[piece].recvs:
             if recv not in reached:
@@ -253,6 +261,11 @@ class Progress:
                 self._promised += self._workers(index)
         elif not sends:
             self._close(index)
+        elif len(sends) < len(piece.sends):  # P3
+            last = self._actions[-1] if self._actions else None
+            if isinstance(last, Narrow) and last.piece == index:
+                self._actions.pop()
+            self._actions.append(Narrow(index, sends))
 
     def _close(self, index: int) -> None:
         self._states[index] = _DONE
@@ -283,18 +296,21 @@ class Progress:
         if self.is_over:
             return []
         is_done = not self._open and not any(self._owed.values())
-        to_tell = set(self._voids)
-        if is_done:
-            to_tell.discard(-1 if self.engager is None else self.engager)  # P6
-        else:
+        to_tell = set(self._voids) | (self._unlisted - self._told)  # P3, P5
+        if not is_done:
             to_tell |= {w for w, n in self._waited.items() if n > 0} - self._heard  # P4
-        to_tell |= self._unlisted - self._told  # P5
-        to_tell = {w for w in to_tell if w != self.me and self._is_due(w)}
-        if is_done and not to_tell:
+        due = {w for w in to_tell if w != self.me and self._is_due(w)}
+        if is_done and due <= self._answerable():  # P6
             self.is_over = True
             last = () if self.engager is None else self._voids.pop(self.engager, ())
             return [*actions, Finish(tuple(last))]
-        return [*(Tell(to, self.speak(to)) for to in sorted(to_tell)), *actions]
+        return [*(Tell(to, self.speak(to)) for to in sorted(due)), *actions]
+
+    def _answerable(self) -> set[int]:
+        """The engager, if the answer can tell it all that it is to know."""
+        if self.engager is None or self.engager in self._unlisted - self._told:
+            return set()
+        return {self.engager}
 
     def _is_due(self, worker: int) -> bool:
         """Whether to tell a worker now: nothing else will, and there is something to tell."""
