@@ -71,14 +71,15 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """The answer to a step: done; and on the way back, what else the asker is to know."""
+    """The answer to a step: all is done here, and these are the last gradients for the asker."""
 
-    voids: tuple[int, ...] = ()
     deliveries: tuple[Delivery, ...] = ()
 
 
 Outcome = Done | Failed
 
+NOTED = 0
+"""The answer to a step while there is still something to do."""
 _NOTHING = Done()
 
 
@@ -94,14 +95,14 @@ def pack(outcome: Outcome) -> Any:
             outcome.pickled,
             outcome.tensors,
         )
-    if outcome.voids or outcome.deliveries:
-        return 0, outcome.voids, outcome.deliveries
-    return None
+    return (0, outcome.deliveries) if outcome.deliveries else None
 
 
-def unpack(answer: Any) -> Outcome:
-    """What an answer to a step says."""
+def unpack(answer: Any) -> Outcome | None:
+    """What an answer to a step says; None: noted."""
     if answer is None:
         return _NOTHING
+    if answer == NOTED:
+        return None
     kind, *fields = answer
     return Failed(*fields) if kind else Done(*fields)

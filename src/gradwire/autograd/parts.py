@@ -32,7 +32,7 @@ from .contexts import Context, Numbers, owner, unknown
 from .engine import Job, Start
 from .failures import describe
 from .gradients import keep
-from .messages import CREATE, Delivery, Done, Failed, Outcome, Step, pack, unpack
+from .messages import CREATE, NOTED, Delivery, Done, Failed, Outcome, Step, pack, unpack
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
@@ -143,13 +143,14 @@ class Part:
         try:
             with self.lock:
                 if self._progress.is_over:
-                    return self.outcome and pack(self.outcome)
+                    over = self.outcome
+                    return pack(over if isinstance(over, Failed) else Done())
                 self._take(sender, step)
                 actions = self._progress.settled()
             self._do(actions)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
-        return None
+        return NOTED
 
     def fail(self, error: BaseException, worker: int | None = None) -> None:
         """End the pass here, and with the answers everywhere."""
@@ -257,9 +258,12 @@ class Part:
             with self.lock:
                 if self._progress.is_over:
                     return
-                self._receive(to, outcome.deliveries)
-                sends = [delivery[0] for delivery in outcome.deliveries]
-                actions = self._progress.answered(to, outcome.voids, sends)
+                if outcome is None:
+                    actions = self._progress.answered(to)
+                else:
+                    self._receive(to, outcome.deliveries)
+                    sends = [delivery[0] for delivery in outcome.deliveries]
+                    actions = self._progress.finished(to, sends)
             self._do(actions)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
@@ -278,7 +282,7 @@ class Part:
             elif isinstance(action, Abort):
                 self._abort(action.to)
             else:
-                self._conclude(Done(action.voids))
+                self._conclude(Done())
         runs.sort(key=lambda run: run.may_wait)  # those that need not, first
         for run in runs:
             piece = self._progress.plan.pieces[run.piece]
@@ -316,7 +320,7 @@ class Part:
             elif held and not self._progress.is_over:
                 words = self._progress.speak(self._progress.engager or 0)
         if isinstance(last, Finish):
-            self._conclude(Done(last.voids, held))
+            self._conclude(Done(held))
         elif words is not None:
             self._post(self._progress.engager or 0, words, held)
         self._do(actions)

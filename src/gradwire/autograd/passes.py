@@ -15,9 +15,10 @@ P4  A worker that has our sends and has not been heard in this pass is told that
 P5  The first message of a worker to another lists the sends that arrived there. Those not listed
     never arrived: their call failed, or its answer came too late. They are void.
 P6  Ending (Dijkstra and Scholten): the message that engages a worker is answered when all its
-    pieces are done and all its own messages are answered; later messages are answered at once. What
-    is left to tell the engager goes with that answer. So an answered worker that goes on has work
-    for nobody, and when the worker that began the pass is done, all are.
+    pieces are done and all its own messages are answered; later messages are answered at once. So
+    when the worker that began the pass is done, all are. Who is done has told everyone all there is
+    to tell: sends to it that are still open when its answer comes are void. What it has left for
+    its engager, and nobody else, goes with that answer.
 P7  After a failure nothing more is run; those who owe an answer are told to let go.
 
 Why P2 cannot wait for ever: say worker A waits for send s. Its gradients come from the matching
@@ -98,9 +99,7 @@ class Abort(NamedTuple):
 
 
 class Finish(NamedTuple):
-    """All is done here: answer the engager, with `voids` for it; or return, where it began."""
-
-    voids: tuple[int, ...]
+    """All is done here: answer the engager; or return, where the pass began."""
 
 
 Action = Run | Narrow | Tell | Wake | Abort | Finish
@@ -162,14 +161,16 @@ class Progress:
         if words.awaiting != self._recvs[sender]:
             self._unlisted.add(sender)
 
-    def answered(
-        self, by: int, voids: Iterable[int], delivered: Iterable[int]
-    ) -> list[Action]:
-        """One of our messages was answered."""
-        for send in voids:
-            self._resolve(send, has_gradients=False)
+    def answered(self, by: int) -> list[Action]:
+        """One of our messages was answered at once."""
+        self._owed[by] -= 1
+        return self._next()
+
+    def finished(self, by: int, delivered: Iterable[int]) -> list[Action]:
+        """A worker that we engaged, or that is done anyway, answered; this came with it."""
         for send in delivered:
             self._resolve(send, has_gradients=True)
+        self._void_unlisted(by, ())  # P6
         self._owed[by] -= 1
         return self._next()
 
@@ -300,17 +301,10 @@ class Progress:
         if not is_done:
             to_tell |= {w for w, n in self._waited.items() if n > 0} - self._heard  # P4
         due = {w for w in to_tell if w != self.me and self._is_due(w)}
-        if is_done and due <= self._answerable():  # P6
+        if is_done and due <= {self.engager}:  # P6
             self.is_over = True
-            last = () if self.engager is None else self._voids.pop(self.engager, ())
-            return [*actions, Finish(tuple(last))]
+            return [*actions, Finish()]
         return [*(Tell(to, self.speak(to)) for to in sorted(due)), *actions]
-
-    def _answerable(self) -> set[int]:
-        """The engager, if the answer can tell it all that it is to know."""
-        if self.engager is None or self.engager in self._unlisted - self._told:
-            return set()
-        return {self.engager}
 
     def _is_due(self, worker: int) -> bool:
         """Whether to tell a worker now: nothing else will, and there is something to tell."""
