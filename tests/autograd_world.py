@@ -4,6 +4,7 @@
 the other.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,6 +51,13 @@ class Autograds:
 
     def passes(self) -> int:
         return sum(s.debug_info()["num_current_backward_passes"] for s in self.services)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Look until it is so, for what no event tells."""
+        deadline = time.monotonic() + ENOUGH
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
 
     def contexts(self) -> int:
         return sum(s.debug_info()["num_autograd_contexts"] for s in self.services)

@@ -44,10 +44,12 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A worker → those it gave work in a pass: it has failed, let go."""
+    """A worker → those that owe it an answer in a pass: it has failed, let go."""
 
     context: int
     number: int
+    failed: Any
+    """How: a packed `Failed`."""
 
 
 @dataclass(frozen=True, slots=True)

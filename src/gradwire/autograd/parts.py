@@ -167,7 +167,11 @@ class Part:
                 return
             self.error = error
         self._conclude(failed)
-        self._do(actions)
+        for action in actions:
+            if isinstance(action, Abort):
+                self._abort(action.to, failed)
+            elif isinstance(action, Wake):
+                self._wake(action.send)
 
     def worker_gone(self, worker: int, name: str) -> None:
         """Fail if that one was needed."""
@@ -279,9 +283,7 @@ class Part:
                 self._post(action.to, action.words, ())
             elif isinstance(action, Wake):
                 self._wake(action.send)
-            elif isinstance(action, Abort):
-                self._abort(action.to)
-            else:
+            elif isinstance(action, Finish):
                 self._conclude(Done())
         runs.sort(key=lambda run: run.may_wait)  # those that need not, first
         for run in runs:
@@ -291,9 +293,10 @@ class Part:
             else:
                 self._run(run)
 
-    def _abort(self, to: int) -> None:
+    def _abort(self, to: int, failed: Failed) -> None:
+        message = messages.Abort(self.context.id, self.number, pack(failed))
         try:
-            self._desk.request(to, messages.Abort(self.context.id, self.number))
+            self._desk.request(to, message)
         except Exception:  # noqa: BLE001 it is gone, and so is its part
             pass
 

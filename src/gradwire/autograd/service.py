@@ -40,6 +40,7 @@ from .messages import (
     Release,
     Step,
     pack,
+    unpack,
 )
 from .parts import Part
 
@@ -288,8 +289,9 @@ class Autograd:
             part = context.parts.get(abort.number)
             if part is None:
                 context.ended.add(abort.number)
-        if part is not None:
-            part.fail(GradwireError("the pass has failed on another worker"), sender)
+        failed = unpack(abort.failed)
+        if part is not None and isinstance(failed, Failed):
+            part.end(failed)
 
     def _on_release(self, sender: int, release: Release) -> None:
         self.release(release.context)
