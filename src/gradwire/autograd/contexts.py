@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -25,11 +25,22 @@ from torch import Tensor
 from ..errors import GradwireError
 from .nodes import Crossing, Recv, Send, make_recv, make_send
 
-if TYPE_CHECKING:
-    from .parts import Part
-
 _COUNT_BITS = 48
 _MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
+
+
+class Part(Protocol):
+    """What others want of a pass under way (`parts.py`)."""
+
+    def engage(self, sender: int, step: Any) -> Any: ...
+
+    def step(self, sender: int, step: Any) -> Any: ...
+
+    def end(self, failed: Any) -> None: ...
+
+    def worker_gone(self, worker: int, name: str) -> None: ...
+
+    def released(self) -> None: ...
 
 
 class Memory:

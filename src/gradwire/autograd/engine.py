@@ -8,14 +8,15 @@ for its gradients, for which it may have to wait; a recv with its own.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from .graph import Segment
 from .messages import CREATE, QUIET, RETAIN
-from .nodes import TOKEN, Crossing, Run, Send, here
+from .nodes import TOKEN, Run, here
 
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 
@@ -30,12 +31,10 @@ class Start(NamedTuple):
 
 
 class Job(NamedTuple):
-    """What to run: where to start, what is reached, and how."""
+    """What to run, from which roots, what for, and how."""
 
     roots: Sequence[tuple[Tensor, Tensor | None]]
-    sends: Sequence[Send]
-    recvs: Sequence[Crossing]
-    leaves: Sequence[Any]
+    segment: Segment
     wanted: Sequence[GradientEdge]
     flags: int
 
@@ -51,22 +50,23 @@ def execute(job: Job, run: Run) -> tuple[list[Tensor | None], list[Tensor | None
     Raises:
         Exception: whatever a node's backward raises.
     """
-    leaves = () if job.flags & QUIET else job.leaves
+    segment = job.segment
+    leaves = () if job.flags & QUIET else segment.leaves
     inputs = [GradientEdge(node, 0) for node in leaves]
     inputs += job.wanted
-    if job.recvs:
+    if segment.recvs:
         inputs.append(TOKEN)
     if not inputs:
         return [], []
-    crossings = [*(send.crossing for send in job.sends), *job.recvs]
+    crossings = [*[send.crossing for send in segment.sends], *segment.recvs]
     for crossing in crossings:
         crossing.runs.append(run)
     here.runs.append(run)
     try:
         captured = torch.autograd.grad(
-            [*(root for root, _ in job.roots), *(send.output for send in job.sends)],
+            [*[r for r, _ in job.roots], *[send.output for send in segment.sends]],
             inputs,
-            [*(grad for _, grad in job.roots), *(_SIGNAL for _ in job.sends)],
+            [*[g for _, g in job.roots], *[_SIGNAL for _ in segment.sends]],
             retain_graph=bool(job.flags & (RETAIN | CREATE)),
             create_graph=bool(job.flags & CREATE),
             allow_unused=True,

@@ -1,6 +1,6 @@
 """The part of one worker in one pass: carries out what its progress says.
 
-`Progress` (`passes.py`) knows what has happened and what must follow; this file runs segments,
+`Progress` (`passes.py`) knows what has happened and what must follow; this file has segments run,
 posts messages and wakes those who wait. Its lock guards the progress and is never held while
 running or sending anything.
 
@@ -16,30 +16,28 @@ by then, they go with the answer, so that a call and its return take one message
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from ..errors import ProtocolError, WorkerLostError
+from ..errors import WorkerLostError
 from ..rpc.futures import CallFuture
 from ..rpc.runner import Later
 from ..threads import Bell, Executor
-from . import engine, graph, messages
+from . import deliveries, engine, messages
 from .contexts import Context, Numbers, owner, unknown
-from .engine import Job, Start
+from .engine import Start
 from .failures import describe
-from .gradients import keep
-from .messages import CREATE, NOTED, Delivery, Done, Failed, Outcome, Step, pack, unpack
+from .messages import NOTED, Delivery, Done, Failed, Outcome, Step, pack, unpack
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
     Action,
     Finish,
     Narrow,
-    Piece,
     Plan,
     Progress,
     Run,
@@ -47,10 +45,12 @@ from .passes import (
     Wake,
     Words,
 )
+from .work import Work
 
 _GLANCE = (
     0.05  # seconds until one who reads for an answer looks whether the pass failed
 )
+_NO_PLAN = Plan((), {}, {})
 
 
 class Desk(Protocol):
@@ -78,21 +78,19 @@ class Part:
         context: Context,
         number: int,
         flags: int,
-        *,
         engager: int | None = None,
     ) -> None:
-        self.context = context
         self.number = number
         self.lock = threading.Lock()
         self.outcome: Outcome | None = None
         self.error: BaseException | None = None
         """What failed, if it failed here."""
-        self.wanted: list[Tensor | None] = []
         self._desk = desk
+        self._context = context
         self._flags = flags
-        self._start = Start()
-        self._segments: list[graph.Segment] = []
-        self._progress = Progress(desk.me, Plan((), {}, {}), engager)
+        self._engager = engager
+        self._work: Any = None  # known once it has begun, as is the progress
+        self._progress: Any = None
         self._gradients: dict[int, Gradients] = {}
         self._bells: dict[int, Bell] = {}
         self._held: list[Delivery] = []
@@ -106,25 +104,28 @@ class Part:
 
     # How a part begins and ends
 
-    def lead(self, start: Start) -> None:
-        """Run the pass that begins here, until all is done everywhere or it has failed."""
+    def lead(self, start: Start) -> Sequence[Tensor | None]:
+        """Run the pass that begins here, until all is done everywhere or it has failed.
+
+        What it yields for what was wanted of it.
+        """
         try:
             with self.lock:
-                self._start = start
-                self.wanted = [None] * len(start.wanted)
-                self._prepare()
+                self._begin(start)
                 actions = self._progress.begun()
             self._do(actions)
             self._wait()
         except BaseException as error:
             self.fail(error)
             raise
+        found: Sequence[Tensor | None] = self._work.wanted
+        return found
 
     def engage(self, sender: int, step: Step) -> Any:
         """Take part because of this message, with the lock held; the answer to it."""
         try:
             try:
-                self._prepare()
+                self._begin(Start())
                 self._take(sender, step)
                 actions = self._progress.begun()
             finally:
@@ -152,57 +153,55 @@ class Part:
             self.fail(error)
         return NOTED
 
-    def fail(self, error: BaseException, worker: int | None = None) -> None:
-        """End the pass here, and with the answers everywhere."""
+    def fail(self, error: BaseException) -> None:
+        """End the pass because of an error here."""
         if isinstance(error, _Ended) or self._progress.is_over:
             return
-        at = self._desk.me if worker is None else worker
-        failed = describe(error, at, pickles=self._desk.pickles)
-        self.end(failed, error)
+        self.end(describe(error, self._desk.me, pickles=self._desk.pickles), error)
 
     def end(self, failed: Failed, error: BaseException | None = None) -> None:
+        """End the pass here; those who gave us work and those we gave some are told."""
         with self.lock:
-            actions = self._progress.failed()
-            if self.outcome is not None:
+            if self._progress.is_over:
                 return
+            actions = self._progress.failed()
             self.error = error
         self._conclude(failed)
         for action in actions:
             if isinstance(action, Abort):
                 self._abort(action.to, failed)
-            elif isinstance(action, Wake):
+            else:
                 self._wake(action.send)
 
     def worker_gone(self, worker: int, name: str) -> None:
-        """Fail if that one was needed."""
+        """Fail if that one is needed."""
         with self.lock:
-            needed = self._progress.is_expecting(worker)
-        if needed or owner(self.number) == worker:
+            is_needed = self._progress.is_expecting(worker)
+        if is_needed or owner(self.number) == worker:
             self.fail(WorkerLostError(name, "it went away during a backward pass"))
 
     def released(self) -> None:
-        self.fail(unknown(self.context.id))
+        """Fail, because the context is over."""
+        with self.lock:
+            pass  # it has begun
+        self.fail(unknown(self._context.id))
 
-    def _prepare(self) -> None:
-        context = self.context
-        with context.lock:
-            sends, recvs = dict(context.sends), dict(context.recvs)
-        roots = [root.grad_fn for root in self._start.roots]
-        self._segments = graph.cut(roots, list(sends.values()), context.id)
-        plan = Plan(
-            [_piece(segment) for segment in self._segments],
-            {number: send.crossing.worker for number, send in sends.items()},
-            {number: recv.crossing.worker for number, recv in recvs.items()},
-        )
-        self._progress = Progress(self._desk.me, plan, self._progress.engager)
+    def _begin(self, start: Start) -> None:
+        me = self._desk.me
+        try:
+            self._work = Work(self._context, start, self._flags)
+            self._progress = Progress(me, self._work.plan, self._engager)
+        except BaseException:
+            self._progress = Progress(me, _NO_PLAN, self._engager)
+            raise
 
     def _conclude(self, outcome: Outcome) -> None:
+        with self._context.lock:
+            self._context.parts.pop(self.number, None)
+            self._context.ended.add(self.number)
         with self.lock:
             self.outcome = outcome
             answer = self._answer
-        with self.context.lock:
-            self.context.parts.pop(self.number, None)
-            self.context.ended.add(self.number)
         self._gradients.clear()
         self._ended.ring()
         if answer is not None:
@@ -224,26 +223,20 @@ class Part:
     # What is said
 
     def _take(self, sender: int, step: Step) -> None:
-        self._receive(sender, step.deliveries)
+        sends = self._receive(sender, step.deliveries)
         words = Words(step.voids, step.listed, step.awaiting)
-        self._progress.heard(sender, words, [d[0] for d in step.deliveries])
+        self._progress.heard(sender, words, sends)
 
-    def _receive(self, sender: int, deliveries: Iterable[Delivery]) -> None:
-        for number, gradients, absent, link, linked in deliveries:
-            if self._progress.plan.sends.get(number) != sender:
-                raise ProtocolError(f"gradients for send {number}, which is not there")
-            count = self.context.sends[number].crossing.count
-            there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-            if sorted((*there, *absent)) != list(range(count)):
-                raise ProtocolError(
-                    f"send {number} of {count} tensors got gradients for {there} only"
-                )
-            if link:
-                self.context.add_recv(link, sender, [gradients[i] for i in linked])
-            self._gradients.setdefault(number, tuple(gradients))
+    def _receive(self, sender: int, arrived: Iterable[Delivery]) -> list[int]:
+        sends = []
+        for delivery in arrived:
+            gradients = deliveries.take(self._context, sender, delivery)
+            self._gradients.setdefault(delivery[0], gradients)
+            sends.append(delivery[0])
+        return sends
 
-    def _post(self, to: int, words: Words, deliveries: tuple[Delivery, ...]) -> None:
-        step = Step(self.context.id, self.number, self._flags, *words, deliveries)
+    def _post(self, to: int, words: Words, leaving: tuple[Delivery, ...]) -> None:
+        step = Step(self._context.id, self.number, self._flags, *words, leaving)
         try:
             future = self._desk.request(to, step)
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
@@ -265,12 +258,20 @@ class Part:
                 if outcome is None:
                     actions = self._progress.answered(to)
                 else:
-                    self._receive(to, outcome.deliveries)
-                    sends = [delivery[0] for delivery in outcome.deliveries]
+                    sends = self._receive(to, outcome.deliveries)
                     actions = self._progress.finished(to, sends)
             self._do(actions)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
+
+    def _abort(self, to: int, failed: Failed) -> None:
+        message = messages.Abort(self._context.id, self.number, pack(failed))
+        try:
+            self._desk.request(to, message)
+        except Exception:  # noqa: BLE001 it is gone, and so is its part
+            pass
+
+    # What is done
 
     def _do(self, actions: Iterable[Action]) -> None:
         runs = []
@@ -285,82 +286,45 @@ class Part:
                 self._wake(action.send)
             elif isinstance(action, Finish):
                 self._conclude(Done())
-        runs.sort(key=lambda run: run.may_wait)  # those that need not, first
+        if len(runs) > 1:
+            runs.sort(key=lambda run: run.may_wait)  # those that need not, first
         for run in runs:
-            piece = self._progress.plan.pieces[run.piece]
-            if engine.is_inside() or (run.may_wait and not piece.has_roots):
+            is_task = run.may_wait and not self._work.has_roots(run.piece)
+            if is_task or engine.is_inside():
                 self._desk.executor.submit(partial(self._run, run))
             else:
                 self._run(run)
 
-    def _abort(self, to: int, failed: Failed) -> None:
-        message = messages.Abort(self.context.id, self.number, pack(failed))
-        try:
-            self._desk.request(to, message)
-        except Exception:  # noqa: BLE001 it is gone, and so is its part
-            pass
-
-    # What is run
+    def _narrow(self, piece: int, sends: tuple[int, ...]) -> None:
+        recvs = self._work.narrow(piece, sends)
+        with self.lock:
+            actions = self._progress.narrowed(piece, recvs)
+        self._do(actions)
 
     def _run(self, run: Run) -> None:
         try:
-            job = self._job(run)
-            leaves, wanted = engine.execute(job, _Run(self, run))
-            self.add_wanted(wanted)
-            keep(self.context, job.leaves, leaves, self._flags)
+            if not self._work.is_whole(run.piece, run.sends):
+                self._narrow(run.piece, run.sends)
+            self._work.execute(run.piece, _Exchange(self, run))
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
                 raise
             return
+        words: Words | None = None
+        held: tuple[Delivery, ...] = ()
         with self.lock:
             actions = self._progress.ran(run)
-            held, self._held = tuple(self._held), []
-            last = actions[-1] if actions else None
-            words = None
-            if isinstance(last, Finish):
-                actions.pop()
-            elif held and not self._progress.is_over:
-                words = self._progress.speak(self._progress.engager or 0)
-        if isinstance(last, Finish):
+            if self._held:
+                held, self._held = tuple(self._held), []
+                if not self._progress.is_over:
+                    words = self._progress.speak(self._engager)
+        if words is not None:
+            self._post(self._engager or 0, words, held)
+        elif held and actions and isinstance(actions[-1], Finish):
+            actions.pop()
             self._conclude(Done(held))
-        elif words is not None:
-            self._post(self._progress.engager or 0, words, held)
         self._do(actions)
-
-    def _job(self, run: Run) -> Job:
-        segment = self._segments[run.piece]
-        if len(run.sends) < len(segment.sends):
-            segment = self._narrow(run.piece, run.sends)
-        start = self._start
-        roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
-        return Job(
-            roots,
-            segment.sends,
-            segment.recvs,
-            segment.leaves,
-            start.wanted,
-            self._flags,
-        )
-
-    def _narrow(self, piece: int, numbers: tuple[int, ...]) -> graph.Segment:
-        """What is reached from the sends that are not void."""
-        segment = self._segments[piece]
-        sends = [send for send in segment.sends if send.crossing.id in numbers]
-        roots = [self._start.roots[index].grad_fn for index in segment.roots]
-        parts = graph.cut(roots, sends, self.context.id)
-        recvs = [recv for part in parts for recv in part.recvs]
-        leaves = list({leaf for part in parts for leaf in part.leaves})
-        with self.lock:
-            actions = self._progress.narrowed(piece, [recv.id for recv in recvs])
-        self._do(actions)
-        return graph.Segment(segment.roots, sends, leaves, recvs)
-
-    def add_wanted(self, gradients: list[Tensor | None]) -> None:
-        for index, gradient in enumerate(gradients):
-            if gradient is not None:
-                before = self.wanted[index]
-                self.wanted[index] = gradient if before is None else before + gradient
 
     def _wake(self, send: int) -> None:
         with self.lock:
@@ -370,12 +334,10 @@ class Part:
 
     def collect(self, send: Crossing) -> Gradients:
         """The gradients for a send; waits for them."""
+        bell = None
         with self.lock:
-            fate = self._progress.fate(send.id)
-            if fate is None and not self._progress.is_over:
+            if self._progress.fate(send.id) is None and not self._progress.is_over:
                 bell = self._bells[send.id] = Bell()
-            else:
-                bell = None
         if bell is not None:
             with self._desk.executor.waiting():
                 bell.wait(None)
@@ -389,46 +351,31 @@ class Part:
         """Send the gradients of a recv to where its tensors came from."""
         if self._progress.is_over:
             raise _Ended
-        absent = tuple(i for i, gradient in enumerate(gradients) if gradient is None)
-        if len(absent) == recv.count:
+        if all(gradient is None for gradient in gradients):
             with self.lock:
                 actions = self._progress.came_empty(recv.id)
             self._do(actions)
             return
-        delivery = self._packed(recv, gradients, absent)
-        to = recv.worker
+        context, to = self._context, recv.worker
+        delivery = deliveries.make(
+            context, recv, gradients, self._flags, self._desk.numbers
+        )
+        words, actions = None, []
         with self.lock:
             self._progress.left(recv.id)
-            if to == self._progress.engager and not run.may_wait:
-                self._held.append(delivery)
-                return
             if to == self._desk.me:
-                self._receive(to, (delivery,))
-                actions, words = self._progress.delivered_here(recv.id), None
+                sends = self._receive(to, (delivery,))
+                actions = self._progress.delivered_here(sends[0])
+            elif to == self._engager and not run.may_wait:
+                self._held.append(delivery)
             else:
-                actions, words = [], self._progress.speak(to)
+                words = self._progress.speak(to)
         if words is not None:
             self._post(to, words, (delivery,))
         self._do(actions)
 
-    def _packed(
-        self, recv: Crossing, gradients: Gradients, absent: tuple[int, ...]
-    ) -> Delivery:
-        link = 0
-        linked: tuple[int, ...] = ()
-        if self._flags & CREATE:
-            linked = tuple(
-                i for i, g in enumerate(gradients) if g is not None and g.requires_grad
-            )
-            if linked:
-                link = self._desk.numbers.next()
-                sent = [gradients[i] for i in linked]
-                self.context.add_send(link, recv.worker, sent)  # type: ignore[arg-type]
-        bare = tuple(g if g is None else g.detach() for g in gradients)
-        return recv.id, bare, absent, link, linked
 
-
-class _Run:
+class _Exchange:
     """A call of the engine, as its nodes see it."""
 
     __slots__ = ("_part", "_run")
@@ -442,11 +389,3 @@ class _Run:
 
     def deliver(self, recv: Crossing, gradients: Gradients) -> None:
         self._part.deliver(self._run, recv, gradients)
-
-
-def _piece(segment: graph.Segment) -> Piece:
-    return Piece(
-        tuple(send.crossing.id for send in segment.sends),
-        tuple(recv.id for recv in segment.recvs),
-        bool(segment.roots),
-    )

@@ -29,7 +29,6 @@ along any chain of waiting workers the times of creation increase, and a chain c
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -121,10 +120,10 @@ class Progress:
         self._piece_of = {s: i for i, p in enumerate(plan.pieces) for s in p.sends}
         self._states = [_IDLE] * len(plan.pieces)
         self._open = len(plan.pieces)  # pieces that are not done
-        self._sends = Counter(plan.sends.values())  # how many, by worker
-        self._recvs = Counter(plan.recvs.values())
-        self._waited = Counter(self._sends)  # sends of which nothing is known
-        self._owed: Counter[int] = Counter()  # messages of ours that are not answered
+        self._sends = _count(plan.sends.values())  # how many, by worker
+        self._recvs = _count(plan.recvs.values())
+        self._waited = dict(self._sends)  # sends of which nothing is known
+        self._owed: dict[int, int] = {}  # messages of ours that are not answered
         self._told: set[int] = set()
         self._heard: set[int] = set()
         self._unlisted: set[int] = set()  # workers that wait for what never arrived
@@ -132,7 +131,7 @@ class Progress:
         self._gone: set[int] = set()
         self._voids: dict[int, list[int]] = {}  # what is to be told, by worker
         # Workers that a run under way, which does not wait, will have a message for.
-        self._promised: Counter[int] = Counter()
+        self._promised: dict[int, int] = {}
         self._actions: list[Action] = []
 
     # What happens
@@ -143,7 +142,7 @@ class Progress:
         for recv in self.plan.recvs:
             if recv not in reached:
                 self._void(recv)
-        if self._sends[self.me]:
+        if self.me in self._sends:
             self._void_unlisted(self.me, self.plan.recvs)  # its call failed
         for index in range(len(self._states)):
             self._start(index)
@@ -158,7 +157,7 @@ class Progress:
         for send in delivered:
             self._resolve(send, has_gradients=True)
         self._heard.add(sender)
-        if words.awaiting != self._recvs[sender]:
+        if words.awaiting != self._recvs.get(sender, 0):
             self._unlisted.add(sender)
 
     def answered(self, by: int) -> list[Action]:
@@ -170,7 +169,8 @@ class Progress:
         """A worker that we engaged, or that is done anyway, answered; this came with it."""
         for send in delivered:
             self._resolve(send, has_gradients=True)
-        self._void_unlisted(by, ())  # P6
+        if self._waited.get(by, 0):
+            self._void_unlisted(by, ())  # P6
         self._owed[by] -= 1
         return self._next()
 
@@ -204,18 +204,18 @@ class Progress:
         """A piece is done."""
         self._close(run.piece)
         if not run.may_wait:
-            self._promised -= self._workers(run.piece)
+            self._promise(run.piece, -1)
         return self._next()
 
     def speak(self, to: int) -> Words:
         """What a message that leaves now must say; it is owed an answer."""
-        self._owed[to] += 1
+        self._owed[to] = self._owed.get(to, 0) + 1
         voids = tuple(self._voids.pop(to, ()))
         if to in self._told:
-            return Words(voids, None, self._sends[to])
+            return Words(voids, None, self._sends.get(to, 0))
         self._told.add(to)
         listed = (r for r, worker in self.plan.recvs.items() if worker == to)
-        return Words(voids, tuple(listed), self._sends[to])
+        return Words(voids, tuple(listed), self._sends.get(to, 0))
 
     def failed(self) -> list[Action]:
         """The pass is over, here or elsewhere."""
@@ -234,7 +234,7 @@ class Progress:
 
     def is_expecting(self, worker: int) -> bool:
         """Whether something is still to come from a worker."""
-        return worker == self.engager or self._waited[worker] > 0
+        return worker == self.engager or self._waited.get(worker, 0) > 0
 
     # What follows
 
@@ -259,7 +259,7 @@ class Progress:
             may_wait = any(self._fates[send] is None for send in sends)
             self._actions.append(Run(index, sends, may_wait))
             if not may_wait:
-                self._promised += self._workers(index)
+                self._promise(index, 1)
         elif not sends:
             self._close(index)
         elif len(sends) < len(piece.sends):  # P3
@@ -289,8 +289,10 @@ class Progress:
             if to == worker and send not in listed:
                 self._resolve(send, has_gradients=False)
 
-    def _workers(self, piece: int) -> Counter[int]:
-        return Counter(self.plan.recvs[recv] for recv in self.plan.pieces[piece].recvs)
+    def _promise(self, piece: int, by: int) -> None:
+        for recv in self.plan.pieces[piece].recvs:
+            worker = self.plan.recvs[recv]
+            self._promised[worker] = self._promised.get(worker, 0) + by
 
     def _next(self) -> list[Action]:
         actions, self._actions = self._actions, []
@@ -308,6 +310,13 @@ class Progress:
 
     def _is_due(self, worker: int) -> bool:
         """Whether to tell a worker now: nothing else will, and there is something to tell."""
-        if self._promised[worker] > 0:
+        if self._promised.get(worker, 0) > 0:
             return False  # P3
         return worker not in self._told or bool(self._voids.get(worker))
+
+
+def _count(workers: Iterable[int]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for worker in workers:
+        counts[worker] = counts.get(worker, 0) + 1
+    return counts

@@ -248,10 +248,10 @@ class Autograd:
             if context.is_released:
                 raise unknown(context.id)
             context.parts[part.number] = part
-        part.lead(start)
+        found = part.lead(start)
         if isinstance(part.outcome, Failed):
             raise self._error(part.outcome, part.error)
-        return tuple(part.wanted)
+        return tuple(found)
 
     def _error(self, failed: Failed, error: BaseException | None) -> BaseException:
         if error is None:
@@ -276,12 +276,11 @@ class Autograd:
             if part is None and context.is_released:
                 error = unknown(context.id)
                 return pack(describe(error, self.me, pickles=self.pickles))
-            is_new = part is None
             if part is None:
-                part = Part(self, context, step.number, step.flags, engager=sender)
-                part.lock.acquire()  # others wait until it knows its part
-                context.parts[step.number] = part
-        return part.engage(sender, step) if is_new else part.step(sender, step)
+                new = Part(self, context, step.number, step.flags, sender)
+                new.lock.acquire()  # others wait until it has begun
+                context.parts[step.number] = new
+        return new.engage(sender, step) if part is None else part.step(sender, step)
 
     def _on_abort(self, sender: int, abort: Abort) -> None:
         context = self.contexts.arrived(abort.context)
