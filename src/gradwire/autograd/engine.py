@@ -3,12 +3,17 @@
 The engine is called with all sources of the segment at once, and asked for the gradients of the
 leaves it reaches and of the token behind the recvs. The nodes of the crossings call back: a send
 for its gradients, for which it may have to wait; a recv with its own.
+
+`Variable._execution_engine.run_backward` is what `torch.autograd.grad` calls once it has looked at
+its arguments, which takes longer than running a small graph does. If it goes away, that takes its
+place. So with `_profiler_enabled`: without it, every pass would pay for being recorded.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +23,7 @@ from .graph import Segment
 from .messages import CREATE, QUIET, RETAIN
 from .nodes import TOKEN, Run, here
 
+_NOT_PROFILED = nullcontext()
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 
 
@@ -37,6 +43,17 @@ class Job(NamedTuple):
     segment: Segment
     wanted: Sequence[GradientEdge]
     flags: int
+
+
+def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
+    return torch.ones_like(root) if gradient is None else gradient
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Have the profiler show a block, if it runs."""
+    if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        return torch.profiler.record_function(name)
+    return _NOT_PROFILED
 
 
 def is_inside() -> bool:
@@ -63,13 +80,14 @@ def execute(job: Job, run: Run) -> tuple[list[Tensor | None], list[Tensor | None
         crossing.runs.append(run)
     here.runs.append(run)
     try:
-        captured = torch.autograd.grad(
-            [*[r for r, _ in job.roots], *[send.output for send in segment.sends]],
-            inputs,
-            [*[g for _, g in job.roots], *[_SIGNAL for _ in segment.sends]],
-            retain_graph=bool(job.flags & (RETAIN | CREATE)),
-            create_graph=bool(job.flags & CREATE),
-            allow_unused=True,
+        captured = torch.autograd.Variable._execution_engine.run_backward(
+            (*[r for r, _ in job.roots], *[send.output for send in segment.sends]),
+            (*[_ones(*root) for root in job.roots], *[_SIGNAL for _ in segment.sends]),
+            bool(job.flags & (RETAIN | CREATE)),
+            bool(job.flags & CREATE),
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=False,
         )
     finally:
         here.runs.pop()

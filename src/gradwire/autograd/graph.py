@@ -16,13 +16,15 @@ with residual paths could wait for each other for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any
 
-from .nodes import LEAF_NODE, RECV_NODE, Crossing, Send
+from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Crossing, Send
 
 _LIFT = 1 << 40
+_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 @dataclass(slots=True)
@@ -36,6 +38,8 @@ class Segment:
     leaves: list[Any] = field(default_factory=list)
     """The nodes behind the leaves that its sources reach."""
     recvs: list[Crossing] = field(default_factory=list)
+    last: set[int] = field(default_factory=set)
+    """The recvs that the engine runs after all else."""
 
 
 @dataclass(slots=True)
@@ -72,6 +76,7 @@ def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segme
     if sends:
         _lift(walk.owner, groups, {g for g, s in segments.items() if _waits(s)}, sends)
     _reach(segments, groups, walk)
+    _note_last(segments, groups, walk.owner)
     for segment in segments.values():
         for recv in segment.recvs:
             if recv.context != context:
@@ -162,6 +167,27 @@ def _reach(segments: dict[int, Segment], groups: list[int], walk: Walk) -> None:
         segments[group].leaves = list(found)
 
 
+def _note_last(
+    segments: dict[int, Segment], groups: list[int], owner: dict[Any, int]
+) -> None:
+    """Nodes run in the reverse order of their making, where that is up to the engine."""
+    crossings = (RECV_NODE, SEND_NODE)
+    first: dict[int, int] = {}  # by group: the number of its oldest other node
+    if len(segments) == 1:
+        numbers = map(_number, (n for n in owner if type(n) not in crossings))
+        first[groups[0]] = min(numbers, default=_LIFT)
+    else:
+        for node, source in owner.items():
+            if type(node) not in crossings:
+                group = groups[source]
+                first[group] = min(first.get(group, _LIFT), _number(node))
+    recvs: list[Any] = [node for node in owner if type(node) is RECV_NODE]
+    for node in recvs:
+        group = groups[owner[node]]
+        if _number(node) < first.get(group, _LIFT):
+            segments[group].last.add(node.crossing.id)
+
+
 def _merged(segments: list[Segment]) -> list[Segment]:
     kept = [s for s in segments if not s.roots]
     for group in (
@@ -175,5 +201,6 @@ def _merged(segments: list[Segment]) -> list[Segment]:
                 first.sends += other.sends
                 first.leaves = list({*first.leaves, *other.leaves})
                 first.recvs += other.recvs
+                first.last |= other.last
             kept.insert(0, first)
     return kept

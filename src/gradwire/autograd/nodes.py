@@ -153,11 +153,11 @@ _SendNode = _function("SendRpc", _send_forward, _send_backward)
 _RecvNode = _function("RecvRpc", _recv_forward, _recv_backward)
 
 
-def _node_types() -> tuple[type, type]:
-    tensor = torch.empty(())
-    recv = make_recv(Crossing(0, 0, 0, 1), [tensor])
-    return type(recv.node), type(TOKEN.node)
+def _node_types() -> tuple[type, type, type]:
+    crossing = Crossing(0, 0, 0, 1)
+    send, recv = make_send(crossing, [_TOKEN]), make_recv(crossing, [torch.empty(())])
+    return type(send.node), type(recv.node), type(TOKEN.node)
 
 
-RECV_NODE, LEAF_NODE = _node_types()
-"""The types of a recv's node and of the one behind a leaf (AccumulateGrad)."""
+SEND_NODE, RECV_NODE, LEAF_NODE = _node_types()
+"""The types of the nodes of sends and recvs, and of those behind leaves (AccumulateGrad)."""

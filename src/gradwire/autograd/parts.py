@@ -9,8 +9,9 @@ caller of `backward`, the one that got a message, or the one that got an answer.
 roots is always run by the caller. One that may have to wait for other workers, or that is found
 inside a call of the engine, is a task of its own.
 
-Gradients for the engager that a short run yields are held until it is over: if the worker is done
-by then, they go with the answer, so that a call and its return take one message each way.
+Gradients that a run yields at its very end are held until it is over. Those for the engager then go
+with the answer, if the worker is done, so that a call and its return take one message each way;
+others leave when the one who sends them is free to wait for the answer.
 """
 
 from __future__ import annotations
@@ -93,7 +94,7 @@ class Part:
         self._progress: Any = None
         self._gradients: dict[int, Gradients] = {}
         self._bells: dict[int, Bell] = {}
-        self._held: list[Delivery] = []
+        self._held: dict[int, list[Delivery]] = {}  # by worker
         self._futures: list[CallFuture] = []
         self._answer: torch.futures.Future[Any] | None = None
         self._ended = Bell()
@@ -311,19 +312,21 @@ class Part:
             if not isinstance(error, Exception):
                 raise
             return
-        words: Words | None = None
-        held: tuple[Delivery, ...] = ()
+        engager = -1 if self._engager is None else self._engager
         with self.lock:
+            if self._progress.is_over:
+                return
+            held, self._held = self._held, {}
+            last = held.pop(engager, None)
+            leaving = [(to, self._progress.speak(to), held[to]) for to in held]
             actions = self._progress.ran(run)
-            if self._held:
-                held, self._held = tuple(self._held), []
-                if not self._progress.is_over:
-                    words = self._progress.speak(self._engager)
-        if words is not None:
-            self._post(self._engager or 0, words, held)
-        elif held and actions and isinstance(actions[-1], Finish):
+            if last and not self._progress.is_over:
+                leaving.append((engager, self._progress.speak(engager), last))
+        for to, words, gradients in leaving:
+            self._post(to, words, tuple(gradients))
+        if last and actions and isinstance(actions[-1], Finish):
             actions.pop()
-            self._conclude(Done(held))
+            self._conclude(Done(tuple(last)))
         self._do(actions)
 
     def _wake(self, send: int) -> None:
@@ -366,8 +369,8 @@ class Part:
             if to == self._desk.me:
                 sends = self._receive(to, (delivery,))
                 actions = self._progress.delivered_here(sends[0])
-            elif to == self._engager and not run.may_wait:
-                self._held.append(delivery)
+            elif not run.may_wait and self._work.is_last(run.piece, recv.id):
+                self._held.setdefault(to, []).append(delivery)
             else:
                 words = self._progress.speak(to)
         if words is not None:

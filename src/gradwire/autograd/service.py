@@ -25,7 +25,7 @@ from ..rpc.futures import CallFuture
 from ..threads import Executor
 from .checks import check_call, check_history, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
-from .engine import Start
+from .engine import Start, profiled
 from .failures import describe, revive, to_raise
 from .messages import (
     ABORT,
@@ -199,7 +199,7 @@ class Autograd:
         context = self.contexts.get(context_id)
         check_roots(roots)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
-        with torch.profiler.record_function("torch::distributed::autograd::backward"):
+        with profiled("torch::distributed::autograd::backward"):
             self._lead(context, flags, Start(roots, [None] * len(roots)))
 
     def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`

@@ -41,6 +41,10 @@ class Work:
     def has_roots(self, piece: int) -> bool:
         return bool(self._segments[piece].roots)
 
+    def is_last(self, piece: int, recv: int) -> bool:
+        """Whether a run of a piece is about to end when it comes to this recv."""
+        return recv in self._segments[piece].last
+
     def is_whole(self, piece: int, sends: Sequence[int]) -> bool:
         """Whether these are all the sends of a piece."""
         return len(sends) == len(self._segments[piece].sends)
@@ -53,7 +57,7 @@ class Work:
         parts = cut(roots, kept, self._context.id)
         recvs = [recv for part in parts for recv in part.recvs]
         leaves = list({leaf for part in parts for leaf in part.leaves})
-        self._segments[piece] = Segment(whole.roots, kept, leaves, recvs)
+        self._segments[piece] = Segment(whole.roots, kept, leaves, recvs, whole.last)
         return [recv.id for recv in recvs]
 
     def execute(self, piece: int, run: Run) -> None:
