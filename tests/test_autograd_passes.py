@@ -187,6 +187,8 @@ class Simulated:
     engager: int | None = None
     running: list[Entry] = field(default_factory=list)
     finished: bool = False
+    held: list[int] = field(default_factory=list)
+    """Gradients for the engager, which may go with the answer."""
     got: dict[int, bool] = field(default_factory=dict)
 
     def plan(self) -> Plan:
@@ -298,20 +300,28 @@ class Simulation:
             gone.add(ready[0])
             sources = [s for s in worker.pieces[run.piece] if ready[0] in s.reach]
             is_live = any(s.id is None or progress.fate(s.id) for s in sources)
-            self.deliver(worker, ready[0], is_live)
+            self.deliver(worker, run, ready[0], is_live)
         elif ahead:
             done.add(ahead[-1].id or 0)
         else:
             worker.running.remove(entry)
-            self.do(worker, progress.ran(run))
+            actions = progress.ran(run)
+            if worker.held and not progress.is_over:
+                to, held = worker.engager or 0, tuple(worker.held)
+                worker.held.clear()
+                self.flying.append(("step", worker.me, to, held, progress.speak(to)))
+            self.do(worker, actions)
 
-    def deliver(self, worker: Simulated, recv: int, live: bool) -> None:
+    def deliver(self, worker: Simulated, run: Run, recv: int, live: bool) -> None:
         assert worker.progress is not None
         if not live:
             self.do(worker, worker.progress.came_empty(recv))
             return
         worker.progress.left(recv)
         to = worker.recvs[recv]
+        if to == worker.engager and not run.may_wait:
+            worker.held.append(recv)
+            return
         self.flying.append(("step", worker.me, to, (recv,), worker.progress.speak(to)))
 
     def do(self, worker: Simulated, actions: list[Action]) -> None:
@@ -329,7 +339,8 @@ class Simulation:
             elif isinstance(action, Finish):
                 worker.finished = True
                 if worker.engager is not None:
-                    entry = ("last answer", worker.me, worker.engager, (), None)
+                    held = tuple(worker.held)
+                    entry = ("last answer", worker.me, worker.engager, held, None)
                     self.flying.append(entry)
 
     def fly(self, index: int) -> None:
@@ -350,7 +361,8 @@ class Simulation:
             worker.progress.heard(source, content, delivered)
             self.do(worker, worker.progress.begun())
             return
-        kind = "last answer" if worker.progress.is_over else "answer"
+        is_last = worker.progress.is_over and source != worker.engager
+        kind = "last answer" if is_last else "answer"
         self.flying.append((kind, target, source, (), None))
         if not worker.progress.is_over:
             worker.progress.heard(source, content, delivered)

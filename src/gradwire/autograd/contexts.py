@@ -47,7 +47,7 @@ class Memory:
     """The last numbers noted. What comes after thousands of others is not waited for."""
 
     def __init__(self) -> None:
-        self._numbers: OrderedDict[int, None] = OrderedDict()
+        self._numbers: OrderedDict[int, int | None] = OrderedDict()
 
     def __contains__(self, number: int) -> bool:
         return number in self._numbers
@@ -55,8 +55,12 @@ class Memory:
     def __len__(self) -> int:
         return len(self._numbers)
 
-    def add(self, number: int) -> None:
-        self._numbers[number] = None
+    def get(self, number: int) -> int | None:
+        """What was noted with a number."""
+        return self._numbers.get(number)
+
+    def add(self, number: int, note: int | None = None) -> None:
+        self._numbers[number] = note
         if len(self._numbers) > _MOST_REMEMBERED:
             self._numbers.popitem(last=False)
 
@@ -91,7 +95,7 @@ class Context:
         self.parts: dict[int, Part] = {}
         """The passes under way here, by number."""
         self.ended = Memory()
-        """The passes that are not, any more."""
+        """The passes that are not, any more, and who engaged us in them."""
         self.is_released = False
 
     def __repr__(self) -> str:

@@ -38,8 +38,8 @@ class Segment:
     leaves: list[Any] = field(default_factory=list)
     """The nodes behind the leaves that its sources reach."""
     recvs: list[Crossing] = field(default_factory=list)
-    last: set[int] = field(default_factory=set)
-    """The recvs that the engine runs after all else."""
+    last: dict[int, tuple[Crossing, Any]] = field(default_factory=dict)
+    """The recvs that the engine runs after all else, and their nodes."""
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ def _note_last(
     for node in recvs:
         group = groups[owner[node]]
         if _number(node) < first.get(group, _LIFT):
-            segments[group].last.add(node.crossing.id)
+            segments[group].last[node.crossing.id] = node.crossing, node
 
 
 def _merged(segments: list[Segment]) -> list[Segment]:

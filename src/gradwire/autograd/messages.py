@@ -116,3 +116,14 @@ def unpack(answer: Any) -> Outcome | None:
         number, *gradients = fields
         return Done(((number, tuple(gradients), (), 0, ()),))
     return Failed(*fields) if kind else Done(*fields)
+
+
+def answer_after(outcome: Outcome | None, to_engager: bool) -> Any:
+    """The answer to a message that came when all was over.
+
+    That all is done is for the answer to the engaging message to say, which may bring gradients
+    and may not have arrived yet. Others have all that is for them.
+    """
+    if isinstance(outcome, Failed):
+        return pack(outcome)
+    return NOTED if to_engager else pack(Done())

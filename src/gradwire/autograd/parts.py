@@ -17,9 +17,9 @@ others leave when the one who sends them is free to wait for the answer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,23 @@ from torch import Tensor
 from ..errors import WorkerLostError
 from ..rpc.futures import CallFuture
 from ..rpc.runner import Later
-from ..threads import Bell, Executor
+from ..threads import Bell
 from . import deliveries, engine, messages
-from .contexts import Context, Numbers, owner, unknown
+from .contexts import Context, owner, unknown
+from .desk import Desk
 from .engine import Start
 from .failures import describe
-from .messages import NOTED, Delivery, Done, Failed, Outcome, Step, pack, unpack
+from .messages import (
+    NOTED,
+    Delivery,
+    Done,
+    Failed,
+    Outcome,
+    Step,
+    answer_after,
+    pack,
+    unpack,
+)
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
@@ -52,18 +63,6 @@ _GLANCE = (
     0.05  # seconds until one who reads for an answer looks whether the pass failed
 )
 _NO_PLAN = Plan((), {}, {})
-
-
-class Desk(Protocol):
-    """What a part needs of its worker."""
-
-    me: int
-    executor: Executor
-    numbers: Numbers
-    pickles: bool
-
-    def request(self, to: int, message: Any) -> CallFuture:
-        """Send a message, with no limit to how long its answer may take."""
 
 
 class _Ended(Exception):
@@ -145,8 +144,7 @@ class Part:
         try:
             with self.lock:
                 if self._progress.is_over:
-                    over = self.outcome
-                    return pack(over if isinstance(over, Failed) else Done())
+                    return answer_after(self.outcome, sender == self._engager)
                 self._take(sender, step)
                 actions = self._progress.settled()
             self._do(actions)
@@ -199,7 +197,7 @@ class Part:
     def _conclude(self, outcome: Outcome) -> None:
         with self._context.lock:
             self._context.parts.pop(self.number, None)
-            self._context.ended.add(self.number)
+            self._context.ended.add(self.number, self._engager)
         with self.lock:
             self.outcome = outcome
             answer = self._answer
@@ -306,7 +304,10 @@ class Part:
         try:
             if not self._work.is_whole(run.piece, run.sends):
                 self._narrow(run.piece, run.sends)
-            self._work.execute(run.piece, _Exchange(self, run))
+            given = None if run.may_wait or engine.is_profiled() else self._gradients
+            recvs = self._work.execute(run.piece, _Exchange(self, run), given)
+            for recv, gradients in recvs:
+                self._deliver(recv, gradients, self._hold)
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, Exception):
@@ -352,6 +353,12 @@ class Part:
 
     def deliver(self, run: Run, recv: Crossing, gradients: Gradients) -> None:
         """Send the gradients of a recv to where its tensors came from."""
+        may_hold = not run.may_wait and self._work.is_last(run.piece, recv.id)
+        self._deliver(recv, gradients, self._hold if may_hold else self._send)
+
+    def _deliver(
+        self, recv: Crossing, gradients: Gradients, go: Callable[[int, Delivery], None]
+    ) -> None:
         if self._progress.is_over:
             raise _Ended
         if all(gradient is None for gradient in gradients):
@@ -363,32 +370,36 @@ class Part:
         delivery = deliveries.make(
             context, recv, gradients, self._flags, self._desk.numbers
         )
-        words, actions = None, []
+        if to != self._desk.me:
+            with self.lock:
+                self._progress.left(recv.id)
+            go(to, delivery)
+            return
         with self.lock:
             self._progress.left(recv.id)
-            if to == self._desk.me:
-                sends = self._receive(to, (delivery,))
-                actions = self._progress.delivered_here(sends[0])
-            elif not run.may_wait and self._work.is_last(run.piece, recv.id):
-                self._held.setdefault(to, []).append(delivery)
-            else:
-                words = self._progress.speak(to)
-        if words is not None:
-            self._post(to, words, (delivery,))
+            sends = self._receive(to, (delivery,))
+            actions = self._progress.delivered_here(sends[0])
         self._do(actions)
+
+    def _hold(self, to: int, delivery: Delivery) -> None:
+        with self.lock:
+            self._held.setdefault(to, []).append(delivery)
+
+    def _send(self, to: int, delivery: Delivery) -> None:
+        with self.lock:
+            words = self._progress.speak(to)
+        self._post(to, words, (delivery,))
 
 
 class _Exchange:
     """A call of the engine, as its nodes see it."""
 
-    __slots__ = ("_part", "_run")
+    __slots__ = ("_part", "_run", "collect")
 
     def __init__(self, part: Part, run: Run) -> None:
         self._part = part
         self._run = run
-
-    def collect(self, send: Crossing) -> Gradients:
-        return self._part.collect(send)
+        self.collect = part.collect
 
     def deliver(self, recv: Crossing, gradients: Gradients) -> None:
         self._part.deliver(self._run, recv, gradients)

@@ -39,6 +39,7 @@ from .messages import (
     Failed,
     Release,
     Step,
+    answer_after,
     pack,
     unpack,
 )
@@ -272,7 +273,8 @@ class Autograd:
         with context.lock:
             part = context.parts.get(step.number)
             if part is None and step.number in context.ended:
-                return None
+                is_engager = context.ended.get(step.number) == sender
+                return answer_after(None, is_engager)
             if part is None and context.is_released:
                 error = unknown(context.id)
                 return pack(describe(error, self.me, pickles=self.pickles))

@@ -15,7 +15,7 @@ from .contexts import Context
 from .engine import Job, Start
 from .gradients import keep
 from .graph import Segment, cut
-from .nodes import Run
+from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
 
 
@@ -57,27 +57,33 @@ class Work:
         parts = cut(roots, kept, self._context.id)
         recvs = [recv for part in parts for recv in part.recvs]
         leaves = list({leaf for part in parts for leaf in part.leaves})
-        self._segments[piece] = Segment(whole.roots, kept, leaves, recvs, whole.last)
+        last = {r.id: whole.last[r.id] for r in recvs if r.id in whole.last}
+        self._segments[piece] = Segment(whole.roots, kept, leaves, recvs, last)
         return [recv.id for recv in recvs]
 
-    def execute(self, piece: int, run: Run) -> None:
-        """Run a piece, and keep the gradients of its leaves.
+    def execute(
+        self, piece: int, run: Run, given: dict[int, Gradients] | None
+    ) -> Sequence[tuple[Crossing, Gradients]]:
+        """Run a piece, and keep the gradients of its leaves; those of recvs not yet delivered.
+
+        `given`: the gradients of its sends, if they are all there.
 
         Raises:
             Exception: whatever a backward or a hook raises.
         """
         segment, start = self._segments[piece], self._start
         roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
-        job = Job(roots, segment, start.wanted, self._flags)
-        leaves, wanted = engine.execute(job, run)
-        if leaves:
-            keep(self._context, segment.leaves, leaves, self._flags)
-        for index, gradient in enumerate(wanted):
+        job = Job(roots, segment, start.wanted, self._flags, given)
+        found = engine.execute(job, run)
+        if found.leaves:
+            keep(self._context, segment.leaves, found.leaves, self._flags)
+        for index, gradient in enumerate(found.wanted):
             if gradient is not None:
                 with self._lock:
                     before = self.wanted[index]
                     total = gradient if before is None else before + gradient
                     self.wanted[index] = total
+        return found.recvs
 
 
 def _piece(segment: Segment) -> Piece:
