@@ -1,0 +1,1 @@
+"""Contexts, the nodes where tensors leave and arrive, and the backward engine."""
