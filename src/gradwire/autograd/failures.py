@@ -7,7 +7,7 @@ began; workers between pass on what they got.
 from __future__ import annotations
 
 from ..errors import GradwireError, WorkerLostError
-from ..wire.codec import describe_failure, revive_failure
+from ..wire.failures import describe_failure, revive_failure
 from ..wire.messages import Failure
 from ..wire.pickling import PickleSerializer
 from .messages import Failed
