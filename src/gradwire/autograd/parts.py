@@ -33,17 +33,7 @@ from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
 from .failures import describe
-from .messages import (
-    NOTED,
-    Delivery,
-    Done,
-    Failed,
-    Outcome,
-    Step,
-    answer_after,
-    pack,
-    unpack,
-)
+from .messages import NOTED, Delivery, Done, Failed, Outcome, Step
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
@@ -135,7 +125,7 @@ class Part:
             self.fail(error)
         with self.lock:
             if self.outcome is not None:
-                return pack(self.outcome)
+                return messages.pack(self.outcome)
             self._answer = torch.futures.Future()
             return Later(self._answer)
 
@@ -144,7 +134,7 @@ class Part:
         try:
             with self.lock:
                 if self._progress.is_over:
-                    return answer_after(self.outcome, sender == self._engager)
+                    return messages.answer_after(self.outcome, sender == self._engager)
                 self._take(sender, step)
                 actions = self._progress.settled()
             self._do(actions)
@@ -204,7 +194,7 @@ class Part:
         self._gradients.clear()
         self._ended.ring()
         if answer is not None:
-            answer.set_result(pack(outcome))
+            answer.set_result(messages.pack(outcome))
 
     def _wait(self) -> None:
         """Until the pass has ended. Reads the answers: that saves others being woken for it."""
@@ -222,7 +212,7 @@ class Part:
     # What is said
 
     def _take(self, sender: int, step: Step) -> None:
-        sends = self._receive(sender, step.deliveries)
+        sends = self._receive(sender, messages.unflatten(step.heads, step.gradients))
         words = Words(step.voids, step.listed, step.awaiting)
         self._progress.heard(sender, words, sends)
 
@@ -235,7 +225,8 @@ class Part:
         return sends
 
     def _post(self, to: int, words: Words, leaving: tuple[Delivery, ...]) -> None:
-        step = Step(self._context.id, self.number, self._flags, *words, leaving)
+        about = self._context.id, self.number, self._flags
+        step = Step(*about, *words, *messages.flatten(leaving))
         try:
             future = self._desk.request(to, step)
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
@@ -247,7 +238,7 @@ class Part:
     def _answered(self, to: int, future: CallFuture) -> None:
         self._futures.remove(future)
         try:
-            outcome = unpack(future.value())
+            outcome = messages.unpack(future.value())
             if isinstance(outcome, Failed):
                 self.end(outcome)
                 return
@@ -264,7 +255,7 @@ class Part:
             self.fail(error)
 
     def _abort(self, to: int, failed: Failed) -> None:
-        message = messages.Abort(self._context.id, self.number, pack(failed))
+        message = messages.Abort(self._context.id, self.number, messages.pack(failed))
         try:
             self._desk.request(to, message)
         except Exception:  # noqa: BLE001 it is gone, and so is its part

@@ -17,6 +17,7 @@ from .gradients import keep
 from .graph import Segment, cut
 from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
+from .replicas import replicated, swapped_in
 
 
 class Work:
@@ -73,6 +74,13 @@ class Work:
         """
         segment, start = self._segments[piece], self._start
         roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
+        replicas = replicated(segment.leaves)
+        if replicas:
+            job = Job(roots, segment, (), self._flags, None)
+            leaves = [node.variable for node in segment.leaves]
+            with swapped_in(self._context, [*leaves, *replicas]):
+                engine.accumulate(job, run)
+            return ()
         job = Job(roots, segment, start.wanted, self._flags, given)
         found = engine.execute(job, run)
         if found.leaves:
