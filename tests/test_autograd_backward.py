@@ -16,6 +16,7 @@ from autograd_world import ENOUGH, Autograds, Raises, autograds, doubles
 from calls_world import orders
 from gradwire.errors import GradwireError, RemoteError, WorkerLostError
 from gradwire.transport.faulty import Faults
+from sockets_world import socket_world
 
 close = torch.testing.assert_close
 
@@ -509,3 +510,59 @@ def test_an_error_of_a_kind_that_cannot_be_sent_is_told_in_words() -> None:
             assert isinstance(caught.value.__cause__, RemoteError)
         finally:
             Raises.error = staticmethod(lambda: ValueError("this backward fails"))
+
+
+# Elsewhere
+
+
+def test_passes_over_sockets() -> None:
+    with socket_world(3) as workers:
+        world = Autograds(workers)
+        for _ in range(20):
+            with world[0].context() as context:
+                x, w = doubles(300, 40), doubles(300, 40)
+                h = x * 2
+                (there,) = world.transfer(0, 1, context, [h])
+                (further,) = world.transfer(1, 2, context, [there * w])
+                (back,) = world.transfer(2, 0, context, [torch.sin(further) * 2])
+                world[0].backward(context, [(back * h).sum()])
+                local = torch.sin(2 * x * w) * 2 * 2 * x
+                gx, gw = torch.autograd.grad(local.sum(), [x, w])
+                close(world[0].get_gradients(context), {x: gx})
+                close(world[1].get_gradients(context), {w: gw})
+        world.until(lambda: world.contexts() == 0)
+        world.close()
+
+
+def test_the_profiler_shows_passes_and_crossings() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        loss = there_and_back(world, context, doubles(3) * 2, torch.sin).sum()
+        with torch.autograd.profiler.profile() as profile:
+            world[0].backward(context, [loss])
+        names = {event.name for event in profile.function_events}
+        prefix = "torch::distributed::autograd::"
+        assert prefix + "backward" in names
+        assert any(prefix + "RecvRpcBackward" in name for name in names)
+
+
+def test_anomaly_mode_names_the_line_of_the_forward() -> None:
+    class Nan(Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor * 1
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * float("nan")
+
+    with (
+        autograds(2) as world,
+        world[0].context() as context,
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        loss = there_and_back(world, context, doubles(3), Nan.apply).sum()
+        with (
+            pytest.warns(UserWarning, match="Error detected in NanBackward"),
+            pytest.raises(RuntimeError, match=r"Error on Node 1: .* returned nan"),
+        ):
+            world[0].backward(context, [loss])
