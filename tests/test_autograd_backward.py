@@ -151,6 +151,26 @@ def test_sparse_tensors_and_gradients() -> None:
         close(world[0].get_gradients(context)[scale], 2 * gscale)
 
 
+def sparse() -> Tensor:
+    where, values = [[0, 1, 1], [2, 0, 2]], [3.2, 4.1, 5.3]
+    return torch.sparse_coo_tensor(where, values, (3, 3), requires_grad=True)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_sparse_tensors_cross_and_come_back(at: int) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        a, b = sparse(), sparse()
+        there = world.transfer(0, at, context, [a, b])
+        (back,) = world.transfer(at, 0, context, [torch.add(*there)])
+        for _ in range(2):
+            world[0].backward(context, [torch.sparse.sum(back)], retain_graph=True)
+        wanted = torch.autograd.grad(torch.sparse.sum(a + b), [a, b])
+        found = world[0].get_gradients(context)
+        for leaf, gradient in zip((a, b), wanted, strict=True):
+            assert found[leaf].is_sparse == gradient.is_sparse
+            close(found[leaf].to_dense(), 2 * gradient.to_dense())
+
+
 def test_a_parameter_that_is_sent_gets_its_gradient() -> None:
     with autograds(2) as world, world[0].context() as context:
         weight = torch.nn.Parameter(torch.ones(3))

@@ -95,14 +95,16 @@ class Part:
     # How a part begins and ends
 
     def lead(self, start: Start) -> Sequence[Tensor | None]:
-        """Run the pass that begins here, until all is done everywhere or it has failed.
+        """Run the pass that begins here, with the lock held; what it yields of what was wanted.
 
-        What it yields for what was wanted of it.
+        Returns when all is done everywhere or it has failed.
         """
         try:
-            with self.lock:
+            try:
                 self._begin(start)
                 actions = self._progress.begun()
+            finally:
+                self.lock.release()
             self._do(actions)
             self._wait()
         except BaseException as error:
@@ -144,8 +146,9 @@ class Part:
 
     def fail(self, error: BaseException) -> None:
         """End the pass because of an error here."""
-        if isinstance(error, _Ended) or self._progress.is_over:
-            return
+        with self.lock:  # it has begun
+            if isinstance(error, _Ended) or self._progress.is_over:
+                return
         self.end(describe(error, self._desk.me, pickles=self._desk.pickles), error)
 
     def end(self, failed: Failed, error: BaseException | None = None) -> None:
@@ -171,8 +174,6 @@ class Part:
 
     def released(self) -> None:
         """Fail, because the context is over."""
-        with self.lock:
-            pass  # it has begun
         self.fail(unknown(self._context.id))
 
     def _begin(self, start: Start) -> None:

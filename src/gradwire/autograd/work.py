@@ -15,6 +15,7 @@ from .contexts import Context
 from .engine import Job, Start
 from .gradients import keep
 from .graph import Segment, cut
+from .messages import QUIET
 from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
 from .replicas import replicated, swapped_in
@@ -74,7 +75,7 @@ class Work:
         """
         segment, start = self._segments[piece], self._start
         roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
-        replicas = replicated(segment.leaves)
+        replicas = () if self._flags & QUIET else replicated(segment.leaves)
         if replicas:
             job = Job(roots, segment, (), self._flags, None)
             leaves = [node.variable for node in segment.leaves]
