@@ -4,14 +4,15 @@ A program is drawn by a function that chooses a number below a limit, so that a 
 well as hypothesis.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autograd_world import Autograds
+from autograd_world import Autograds, Raises
 from gradwire.errors import GradwireError
 
 Choose = Callable[[int], int]
@@ -23,6 +24,7 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mm": lambda a, b: (a @ b) * 0.3,
     "detach": lambda a, _: a.detach(),
     "view": lambda a, b: a.t() + b,
+    "fails": lambda a, _: Raises.apply(a),  # in its backward, while that is switched on
 }
 
 
@@ -94,10 +96,49 @@ def check(program: Program, autograds: Autograds, passes: int = 1) -> None:
     """Run it locally and over the world; the gradients must be the same."""
     leaves = make_leaves(program)
     flat = [leaf for own in leaves for leaf in own]
-    local = run(program, leaves, lambda source, target, tensors, _: tensors)
-    expected = torch.autograd.grad(local, flat, allow_unused=True)
+    expected = torch.autograd.grad(run_here(program, leaves), flat, allow_unused=True)
     root = autograds[program.root_worker]
-    with root.context() as context:
+    with recorded(program, leaves, autograds) as (context, roots):
+        for number in range(passes):
+            root.backward(context, roots, retain_graph=number < passes - 1)
+        wanted = [g if g is None else g * passes for g in expected]
+        compare_all(autograds, context, leaves, wanted)
+
+
+def check_twice(program: Program, autograds: Autograds) -> None:
+    """Differentiate the gradients on the worker with the roots once more."""
+    leaves = make_leaves(program)
+    flat = [leaf for own in leaves for leaf in own]
+    own = leaves[program.root_worker]
+    here = torch.autograd.grad(
+        run_here(program, leaves), own, create_graph=True, allow_unused=True
+    )
+    root = autograds[program.root_worker]
+    with recorded(program, leaves, autograds) as (context, roots):
+        found = root.grad(context, roots, own, create_graph=True, allow_unused=True)
+        for one, other in zip(found, here, strict=True):
+            compare(one, other)
+        squares = squared(found)
+        if squares.requires_grad:
+            root.backward(context, [squares])
+            wanted = torch.autograd.grad(squared(here), flat, allow_unused=True)
+            compare_all(autograds, context, leaves, wanted)
+
+
+def squared(tensors: Sequence[Tensor | None]) -> Tensor:
+    return torch.stack([(t**2).sum() for t in tensors if t is not None]).sum()
+
+
+def run_here(program: Program, leaves: list[list[Tensor]]) -> list[Tensor]:
+    return run(program, leaves, lambda source, target, tensors, is_lost: tensors)
+
+
+@contextmanager
+def recorded(
+    program: Program, leaves: list[list[Tensor]], autograds: Autograds
+) -> Iterator[tuple[int, list[Tensor]]]:
+    """The program run over the world: its context and its roots."""
+    with autograds[program.root_worker].context() as context:
 
         def transfer(
             source: int, target: int, tensors: list[Tensor], is_lost: bool
@@ -108,16 +149,22 @@ def check(program: Program, autograds: Autograds, passes: int = 1) -> None:
             autograds[source].record_send(here, target, tensors)
             return []
 
-        roots = run(program, leaves, transfer)
-        for number in range(passes):
-            root.backward(context, roots, retain_graph=number < passes - 1)
-        for worker, own in enumerate(leaves):
-            found = gradients(autograds, worker, context)
-            for index, leaf in enumerate(own):
-                want = expected[2 * worker + index]
-                compare(found.get(leaf), want if want is None else want * passes)
+        yield context, run(program, leaves, transfer)
     for service in autograds.services:
         service.release(context)  # workers that no path connects do not hear of it
+
+
+def compare_all(
+    autograds: Autograds,
+    context: int,
+    leaves: list[list[Tensor]],
+    wanted: Sequence[Tensor | None],
+) -> None:
+    rest = iter(wanted)
+    for worker, own in enumerate(leaves):
+        found = gradients(autograds, worker, context)
+        for leaf in own:
+            compare(found.get(leaf), next(rest))
 
 
 def gradients(autograds: Autograds, worker: int, context: int) -> dict[Tensor, Tensor]:

@@ -15,17 +15,19 @@ from torch.autograd import Function
 
 from gradwire.autograd.service import Autograd
 from gradwire.testing import World
+from gradwire.worker import Worker
 
 ENOUGH = 20.0
 """Seconds that nothing takes, unless it hangs."""
 
 
 class Autograds:
-    """The services of a world's workers."""
+    """The services of some workers."""
 
-    def __init__(self, world: World) -> None:
-        self.world = world
-        self.services = [Autograd(w._agent, w._executor) for w in world.workers]
+    world: World
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.services = [Autograd(w._agent, w._executor) for w in workers]
 
     def __getitem__(self, index: int) -> Autograd:
         return self.services[index]
@@ -49,6 +51,10 @@ class Autograds:
         self[dst].record_recv(there, src, number, recorded)
         return copies
 
+    def close(self) -> None:
+        for service in self.services:
+            service.close()
+
     def passes(self) -> int:
         return sum(s.debug_info()["num_current_backward_passes"] for s in self.services)
 
@@ -67,12 +73,12 @@ class Autograds:
 def autograds(size: int, **options: Any) -> Iterator[Autograds]:
     """A world with distributed autograd."""
     with World(size, **options) as world:
-        autograds = Autograds(world)
+        services = Autograds(world.workers)
+        services.world = world
         try:
-            yield autograds
+            yield services
         finally:
-            for service in autograds.services:
-                service.close()
+            services.close()
 
 
 class Raises(Function):

@@ -1,5 +1,6 @@
 """Passes over worlds of workers: right gradients, no hangs, errors where they belong."""
 
+import dataclasses
 import random
 import threading
 import time
@@ -15,6 +16,7 @@ from autograd_world import ENOUGH, Autograds, Raises, autograds, doubles
 from calls_world import orders
 from gradwire.errors import GradwireError, RemoteError, WorkerLostError
 from gradwire.transport.faulty import Faults
+from sockets_world import socket_world
 
 close = torch.testing.assert_close
 
@@ -147,6 +149,26 @@ def test_sparse_tensors_and_gradients() -> None:
         assert found.is_sparse
         close(found.to_dense(), 2 * gradient.to_dense())
         close(world[0].get_gradients(context)[scale], 2 * gscale)
+
+
+def sparse() -> Tensor:
+    where, values = [[0, 1, 1], [2, 0, 2]], [3.2, 4.1, 5.3]
+    return torch.sparse_coo_tensor(where, values, (3, 3), requires_grad=True)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_sparse_tensors_cross_and_come_back(at: int) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        a, b = sparse(), sparse()
+        there = world.transfer(0, at, context, [a, b])
+        (back,) = world.transfer(at, 0, context, [torch.add(*there)])
+        for _ in range(2):
+            world[0].backward(context, [torch.sparse.sum(back)], retain_graph=True)
+        wanted = torch.autograd.grad(torch.sparse.sum(a + b), [a, b])
+        found = world[0].get_gradients(context)
+        for leaf, gradient in zip((a, b), wanted, strict=True):
+            assert found[leaf].is_sparse == gradient.is_sparse
+            close(found[leaf].to_dense(), 2 * gradient.to_dense())
 
 
 def test_a_parameter_that_is_sent_gets_its_gradient() -> None:
@@ -337,18 +359,18 @@ def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
         original = world[1].request
 
         def request(to: int, message: Any) -> Any:
-            (number, gradients, _, link, linked), *_ = message.deliveries
-            short = (number, gradients, (), link, linked)
-            return original(to, type(message)(*_fields(message)[:-1], (short,)))
+            heads, gradients = message.heads, message.gradients
+            ((number, count, _, link, linked),) = heads
+            lacking = dataclasses.replace(
+                message, heads=((number, count, (), link, linked),)
+            )
+            assert len(gradients) == 1
+            return original(to, lacking)
 
         world[1].request = request  # type: ignore[method-assign]
-        with pytest.raises(RuntimeError, match="got gradients for"):
+        with pytest.raises(RuntimeError, match="lacks gradients that are not void"):
             world[1].backward(context, [first.sum()])
         world.until(lambda: world.passes() == 0)
-
-
-def _fields(message: Any) -> list[Any]:
-    return [getattr(message, name) for name in message.__slots__]
 
 
 def test_a_context_released_during_a_pass_is_an_error() -> None:
@@ -508,3 +530,59 @@ def test_an_error_of_a_kind_that_cannot_be_sent_is_told_in_words() -> None:
             assert isinstance(caught.value.__cause__, RemoteError)
         finally:
             Raises.error = staticmethod(lambda: ValueError("this backward fails"))
+
+
+# Elsewhere
+
+
+def test_passes_over_sockets() -> None:
+    with socket_world(3) as workers:
+        world = Autograds(workers)
+        for _ in range(20):
+            with world[0].context() as context:
+                x, w = doubles(300, 40), doubles(300, 40)
+                h = x * 2
+                (there,) = world.transfer(0, 1, context, [h])
+                (further,) = world.transfer(1, 2, context, [there * w])
+                (back,) = world.transfer(2, 0, context, [torch.sin(further) * 2])
+                world[0].backward(context, [(back * h).sum()])
+                local = torch.sin(2 * x * w) * 2 * 2 * x
+                gx, gw = torch.autograd.grad(local.sum(), [x, w])
+                close(world[0].get_gradients(context), {x: gx})
+                close(world[1].get_gradients(context), {w: gw})
+        world.until(lambda: world.contexts() == 0)
+        world.close()
+
+
+def test_the_profiler_shows_passes_and_crossings() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        loss = there_and_back(world, context, doubles(3) * 2, torch.sin).sum()
+        with torch.autograd.profiler.profile() as profile:
+            world[0].backward(context, [loss])
+        names = {event.name for event in profile.function_events}
+        prefix = "torch::distributed::autograd::"
+        assert prefix + "backward" in names
+        assert any(prefix + "RecvRpcBackward" in name for name in names)
+
+
+def test_anomaly_mode_names_the_line_of_the_forward() -> None:
+    class Nan(Function):
+        @staticmethod
+        def forward(ctx: Any, tensor: Tensor) -> Tensor:
+            return tensor * 1
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            return gradients[0] * float("nan")
+
+    with (
+        autograds(2) as world,
+        world[0].context() as context,
+        torch.autograd.set_detect_anomaly(True),
+    ):
+        loss = there_and_back(world, context, doubles(3), Nan.apply).sum()
+        with (
+            pytest.warns(UserWarning, match="Error detected in NanBackward"),
+            pytest.raises(RuntimeError, match=r"Error on Node 1: .* returned nan"),
+        ):
+            world[0].backward(context, [loss])

@@ -6,9 +6,6 @@ arrive at another in the same context: a send here, a recv there, for later pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from ..errors import ProtocolError
 from .contexts import Context, Numbers
 from .messages import CREATE, Delivery
@@ -19,7 +16,6 @@ def make(
     context: Context, recv: Crossing, gradients: Gradients, flags: int, numbers: Numbers
 ) -> Delivery:
     """The gradients of a recv, as they are sent."""
-    absent = tuple([i for i, g in enumerate(gradients) if g is None])
     link = 0
     linked: tuple[int, ...] = ()
     if flags & CREATE:
@@ -29,25 +25,24 @@ def make(
             link, linked = numbers.next(), tuple([i for i, _ in traced])
             context.add_send(link, recv.worker, [g for _, g in traced])
     bare = tuple([g if g is None else g.detach() for g in gradients])
-    return recv.id, bare, absent, link, linked
+    return recv.id, bare, link, linked
 
 
-def take(context: Context, sender: int, delivery: Sequence[Any]) -> Gradients:
+def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
     """The gradients of a delivery.
 
     Raises:
         ProtocolError: it lacks some, or is for nothing that was sent.
     """
-    number, gradients, absent, link, linked = delivery
+    number, gradients, link, linked = delivery
     send = context.sends.get(number)
     if send is None or send.crossing.worker != sender:
         raise ProtocolError(f"gradients for send {number}, which is not there")
     count = send.crossing.count
-    there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-    if len(gradients) != count or len(there) + len(absent) != count:
+    if len(gradients) != count:
         raise ProtocolError(
-            f"send {number} of {count} tensors got gradients for {there} only"
+            f"send {number} of {count} tensors got {len(gradients)} gradients"
         )
     if link:
         context.add_recv(link, sender, [gradients[i] for i in linked])
-    return tuple(gradients)
+    return gradients

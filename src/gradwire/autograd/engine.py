@@ -106,10 +106,21 @@ def execute(job: Job, run: Run) -> Found:
     return Found(list(captured[: len(leaves)]), wanted, recvs)
 
 
+def accumulate(job: Job, run: Run) -> None:
+    """Call the engine as an ordinary backward would: it fills `.grad`.
+
+    Raises:
+        Exception: whatever a node's backward raises.
+    """
+    segment = job.segment
+    nodes = [*segment.recvs, *[send.crossing for send in segment.sends]]
+    _call(job, (), nodes, run)
+
+
 def _call(
     job: Job, inputs: Sequence[GradientEdge], nodes: Sequence[Crossing], run: Run
 ) -> Gradients:
-    """`nodes`: those that will call back."""
+    """`nodes`: those that will call back. No inputs: all leaves, to be accumulated."""
     outputs, gradients = _sources(job)
     for crossing in nodes:
         crossing.runs.append(run)
@@ -122,7 +133,7 @@ def _call(
             bool(job.flags & CREATE),
             tuple(inputs),
             allow_unreachable=True,
-            accumulate_grad=False,
+            accumulate_grad=not inputs,
         )
     finally:
         here.runs.pop()

@@ -16,15 +16,13 @@ with residual paths could wait for each other for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import methodcaller
 from typing import Any
 
 from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Crossing, Send
 
 _LIFT = 1 << 40
-_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 @dataclass(slots=True)
@@ -171,20 +169,18 @@ def _note_last(
     segments: dict[int, Segment], groups: list[int], owner: dict[Any, int]
 ) -> None:
     """Nodes run in the reverse order of their making, where that is up to the engine."""
-    crossings = (RECV_NODE, SEND_NODE)
-    first: dict[int, int] = {}  # by group: the number of its oldest other node
-    if len(segments) == 1:
-        numbers = map(_number, (n for n in owner if type(n) not in crossings))
-        first[groups[0]] = min(numbers, default=_LIFT)
-    else:
-        for node, source in owner.items():
-            if type(node) not in crossings:
-                group = groups[source]
-                first[group] = min(first.get(group, _LIFT), _number(node))
     recvs: list[Any] = [node for node in owner if type(node) is RECV_NODE]
+    if not recvs:
+        return
+    crossings = {RECV_NODE, SEND_NODE}
+    numbers: dict[int, list[int]] = {group: [] for group in groups}
+    for node, source in owner.items():
+        if type(node) not in crossings:
+            numbers[groups[source]].append(node._sequence_nr())
+    first = {group: min(found, default=_LIFT) for group, found in numbers.items()}
     for node in recvs:
         group = groups[owner[node]]
-        if _number(node) < first.get(group, _LIFT):
+        if node._sequence_nr() < first[group]:
             segments[group].last[node.crossing.id] = node.crossing, node
 
 

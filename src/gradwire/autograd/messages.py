@@ -1,13 +1,17 @@
 """What workers say to each other about contexts and passes.
 
 All but the tensors are small integers, strings and tuples of them, so that every encoding can
-carry them, also the one that accepts no pickles.
+carry them, also the one that accepts no pickles. Tensors stand by themselves at the end, and none
+is missing, so that the short encoding can.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from ..errors import ProtocolError
 
 STEP, ABORT, RELEASE = 48, 49, 50
 
@@ -15,9 +19,13 @@ RETAIN, CREATE, ACCUMULATE, QUIET = 1, 2, 4, 8
 """How a pass is run: keep the graph; make the gradients differentiable; fill `.grad` too; keep no
 gradients in the context (the functional form)."""
 
-Delivery = tuple[int, tuple[Any, ...], tuple[int, ...], int, tuple[int, ...]]
-"""Gradients for one send: its id; a gradient or None for each of its tensors; which of them are
-void; the id under which the gradients themselves were sent, or 0; and which of them were."""
+Delivery = tuple[int, tuple[Any, ...], int, tuple[int, ...]]
+"""Gradients for one send: its id; a gradient, or None where there is none, for each of its tensors;
+the id under which the gradients themselves were sent, or 0; and which of them were."""
+
+Head = tuple[int, int, tuple[int, ...], int, tuple[int, ...]]
+"""A delivery as it is said: the id; how many tensors, and which of them get no gradient; and the
+rest. The gradients follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +47,8 @@ class Step:
     list never arrived: they are void too."""
     awaiting: int
     """How many sends to the receiver there are here; it says so if it did not get as many."""
-    deliveries: tuple[Delivery, ...]
+    heads: tuple[Head, ...]
+    gradients: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,10 +108,8 @@ def pack(outcome: Outcome) -> Any:
         )
     if not outcome.deliveries:
         return None
-    number, gradients, *rest = outcome.deliveries[0]
-    if len(outcome.deliveries) == 1 and rest == [(), 0, ()]:
-        return (2, number, *gradients)  # the short encoding takes it
-    return 0, outcome.deliveries
+    heads, gradients = flatten(outcome.deliveries)
+    return (0, heads, *gradients)
 
 
 def unpack(answer: Any) -> Outcome | None:
@@ -112,10 +119,40 @@ def unpack(answer: Any) -> Outcome | None:
     if type(answer) is int:
         return None
     kind, *fields = answer
-    if kind == 2:
-        number, *gradients = fields
-        return Done(((number, tuple(gradients), (), 0, ()),))
-    return Failed(*fields) if kind else Done(*fields)
+    return Failed(*fields) if kind else Done(unflatten(fields[0], fields[1:]))
+
+
+def flatten(
+    deliveries: Iterable[Delivery],
+) -> tuple[tuple[Head, ...], tuple[Any, ...]]:
+    """Deliveries as they are said."""
+    heads: list[Head] = []
+    flat: list[Any] = []
+    for number, gradients, link, linked in deliveries:
+        absent = tuple([i for i, g in enumerate(gradients) if g is None])
+        heads.append((number, len(gradients), absent, link, linked))
+        flat += [g for g in gradients if g is not None] if absent else gradients
+    return tuple(heads), tuple(flat)
+
+
+def unflatten(heads: Iterable[Head], flat: Sequence[Any]) -> tuple[Delivery, ...]:
+    """What was said.
+
+    Raises:
+        ProtocolError: a gradient is missing.
+    """
+    deliveries = []
+    at = 0
+    for number, count, absent, link, linked in heads:
+        end = at + count - len(absent)
+        gradients = list(flat[at:end])
+        if len(gradients) != end - at:
+            raise ProtocolError(f"send {number} lacks gradients that are not void")
+        for index in absent:
+            gradients.insert(index, None)
+        deliveries.append((number, tuple(gradients), link, tuple(linked)))
+        at = end
+    return tuple(deliveries)
 
 
 def answer_after(outcome: Outcome | None, to_engager: bool) -> Any:

@@ -33,17 +33,7 @@ from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
 from .failures import describe
-from .messages import (
-    NOTED,
-    Delivery,
-    Done,
-    Failed,
-    Outcome,
-    Step,
-    answer_after,
-    pack,
-    unpack,
-)
+from .messages import NOTED, Delivery, Done, Failed, Outcome, Step
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
@@ -105,14 +95,16 @@ class Part:
     # How a part begins and ends
 
     def lead(self, start: Start) -> Sequence[Tensor | None]:
-        """Run the pass that begins here, until all is done everywhere or it has failed.
+        """Run the pass that begins here, with the lock held; what it yields of what was wanted.
 
-        What it yields for what was wanted of it.
+        Returns when all is done everywhere or it has failed.
         """
         try:
-            with self.lock:
+            try:
                 self._begin(start)
                 actions = self._progress.begun()
+            finally:
+                self.lock.release()
             self._do(actions)
             self._wait()
         except BaseException as error:
@@ -135,7 +127,7 @@ class Part:
             self.fail(error)
         with self.lock:
             if self.outcome is not None:
-                return pack(self.outcome)
+                return messages.pack(self.outcome)
             self._answer = torch.futures.Future()
             return Later(self._answer)
 
@@ -144,7 +136,7 @@ class Part:
         try:
             with self.lock:
                 if self._progress.is_over:
-                    return answer_after(self.outcome, sender == self._engager)
+                    return messages.answer_after(self.outcome, sender == self._engager)
                 self._take(sender, step)
                 actions = self._progress.settled()
             self._do(actions)
@@ -154,8 +146,9 @@ class Part:
 
     def fail(self, error: BaseException) -> None:
         """End the pass because of an error here."""
-        if isinstance(error, _Ended) or self._progress.is_over:
-            return
+        with self.lock:  # it has begun
+            if isinstance(error, _Ended) or self._progress.is_over:
+                return
         self.end(describe(error, self._desk.me, pickles=self._desk.pickles), error)
 
     def end(self, failed: Failed, error: BaseException | None = None) -> None:
@@ -181,8 +174,6 @@ class Part:
 
     def released(self) -> None:
         """Fail, because the context is over."""
-        with self.lock:
-            pass  # it has begun
         self.fail(unknown(self._context.id))
 
     def _begin(self, start: Start) -> None:
@@ -204,7 +195,7 @@ class Part:
         self._gradients.clear()
         self._ended.ring()
         if answer is not None:
-            answer.set_result(pack(outcome))
+            answer.set_result(messages.pack(outcome))
 
     def _wait(self) -> None:
         """Until the pass has ended. Reads the answers: that saves others being woken for it."""
@@ -222,7 +213,7 @@ class Part:
     # What is said
 
     def _take(self, sender: int, step: Step) -> None:
-        sends = self._receive(sender, step.deliveries)
+        sends = self._receive(sender, messages.unflatten(step.heads, step.gradients))
         words = Words(step.voids, step.listed, step.awaiting)
         self._progress.heard(sender, words, sends)
 
@@ -235,7 +226,8 @@ class Part:
         return sends
 
     def _post(self, to: int, words: Words, leaving: tuple[Delivery, ...]) -> None:
-        step = Step(self._context.id, self.number, self._flags, *words, leaving)
+        about = self._context.id, self.number, self._flags
+        step = Step(*about, *words, *messages.flatten(leaving))
         try:
             future = self._desk.request(to, step)
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
@@ -247,7 +239,7 @@ class Part:
     def _answered(self, to: int, future: CallFuture) -> None:
         self._futures.remove(future)
         try:
-            outcome = unpack(future.value())
+            outcome = messages.unpack(future.value())
             if isinstance(outcome, Failed):
                 self.end(outcome)
                 return
@@ -264,7 +256,7 @@ class Part:
             self.fail(error)
 
     def _abort(self, to: int, failed: Failed) -> None:
-        message = messages.Abort(self._context.id, self.number, pack(failed))
+        message = messages.Abort(self._context.id, self.number, messages.pack(failed))
         try:
             self._desk.request(to, message)
         except Exception:  # noqa: BLE001 it is gone, and so is its part

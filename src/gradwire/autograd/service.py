@@ -248,6 +248,7 @@ class Autograd:
         with context.lock:
             if context.is_released:
                 raise unknown(context.id)
+            part.lock.acquire()  # others wait until it has begun
             context.parts[part.number] = part
         found = part.lead(start)
         if isinstance(part.outcome, Failed):

@@ -15,8 +15,10 @@ from .contexts import Context
 from .engine import Job, Start
 from .gradients import keep
 from .graph import Segment, cut
+from .messages import QUIET
 from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
+from .replicas import replicated, swapped_in
 
 
 class Work:
@@ -73,6 +75,13 @@ class Work:
         """
         segment, start = self._segments[piece], self._start
         roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
+        replicas = () if self._flags & QUIET else replicated(segment.leaves)
+        if replicas:
+            job = Job(roots, segment, (), self._flags, None)
+            leaves = [node.variable for node in segment.leaves]
+            with swapped_in(self._context, [*leaves, *replicas]):
+                engine.accumulate(job, run)
+            return ()
         job = Job(roots, segment, start.wanted, self._flags, given)
         found = engine.execute(job, run)
         if found.leaves:
