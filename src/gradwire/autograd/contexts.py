@@ -113,11 +113,6 @@ class Context:
             self.sends[number] = send
         return send
 
-    def drop_send(self, number: int) -> None:
-        """What left did not arrive: no gradients will come for it."""
-        with self.lock:
-            self.sends.pop(number, None)
-
     def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> Recv:
         recv = make_recv(Crossing(number, sender, self.id, len(tensors)), tensors)
         with self.lock:

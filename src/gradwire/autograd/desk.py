@@ -19,3 +19,6 @@ class Desk(Protocol):
 
     def request(self, to: int, message: Any) -> CallFuture:
         """Send a message, with no limit to how long its answer may take."""
+
+    def ask(self, to: int, message: Any) -> Any:
+        """Send a message and wait for its answer."""

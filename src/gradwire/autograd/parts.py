@@ -225,11 +225,26 @@ class Part:
             sends.append(delivery[0])
         return sends
 
-    def _post(self, to: int, words: Words, leaving: tuple[Delivery, ...]) -> None:
+    def _is_alone_with(self, worker: int) -> bool:
+        """Whether this thread may wait for an answer: no third worker can fail meanwhile."""
+        return not engine.is_inside() and self._context.known <= {self._desk.me, worker}
+
+    def _step(self, words: Words, leaving: Sequence[Delivery]) -> Step:
         about = self._context.id, self.number, self._flags
-        step = Step(*about, *words, *messages.flatten(leaving))
+        return Step(*about, *words, *messages.flatten(leaving))
+
+    def _ask(self, to: int, words: Words, leaving: Sequence[Delivery]) -> None:
+        """Post a message whose answer is all there is to wait for."""
         try:
-            future = self._desk.request(to, step)
+            answer = self._desk.ask(to, self._step(words, leaving))
+        except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
+            self.fail(error)
+        else:
+            self._take_answer(to, answer)
+
+    def _post(self, to: int, words: Words, leaving: Sequence[Delivery]) -> None:
+        try:
+            future = self._desk.request(to, self._step(words, leaving))
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
             self.fail(error)
             return
@@ -239,7 +254,15 @@ class Part:
     def _answered(self, to: int, future: CallFuture) -> None:
         self._futures.remove(future)
         try:
-            outcome = messages.unpack(future.value())
+            answer = future.value()
+        except Exception as error:  # noqa: BLE001 it has failed there, or is gone
+            self.fail(error)
+        else:
+            self._take_answer(to, answer)
+
+    def _take_answer(self, to: int, answer: Any) -> None:
+        try:
+            outcome = messages.unpack(answer)
             if isinstance(outcome, Failed):
                 self.end(outcome)
                 return
@@ -315,6 +338,9 @@ class Part:
             actions = self._progress.ran(run)
             if last and not self._progress.is_over:
                 leaving.append((engager, self._progress.speak(engager), last))
+        if len(leaving) == 1 and not actions and self._is_alone_with(leaving[0][0]):
+            self._ask(*leaving[0])
+            return
         for to, words, gradients in leaving:
             self._post(to, words, tuple(gradients))
         if last and actions and isinstance(actions[-1], Finish):

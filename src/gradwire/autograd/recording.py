@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor
 
-from .contexts import Context
 from .service import Autograd
 
 
@@ -33,13 +32,10 @@ class Recording:
         with self._contexts.entered(self._contexts.arrived(number)):
             return handling()
 
-    def leaving(
-        self, number: int, to: int, tensors: list[Tensor]
-    ) -> tuple[int, Departure | None]:
+    def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int:
         """A message of a context leaves, with these tensors that need gradients."""
         context = self._contexts.arrived(number)
-        mark = self._autograd.record_send(context, to, tensors)
-        return (0, None) if mark is None else (mark, Departure(context, mark))
+        return self._autograd.record_send(context, to, tensors) or 0
 
     def arrived(
         self, number: int, mark: int, sender: int, tensors: list[Tensor]
@@ -47,20 +43,3 @@ class Recording:
         """A message of a context came, with these tensors that need gradients."""
         context = self._contexts.arrived(number)
         self._autograd.record_recv(context, sender, mark or None, tensors)
-
-
-class Departure:
-    """A send that was recorded (a `Freight` of `wire/frames.py`)."""
-
-    __slots__ = ("_context", "_mark")
-
-    def __init__(self, context: Context, mark: int) -> None:
-        self._context = context
-        self._mark = mark
-
-    def delivered(self) -> None:
-        """Its gradients can come."""
-
-    def in_doubt(self) -> None:
-        """The call failed: nothing that came of it has gradients."""
-        self._context.drop_send(self._mark)

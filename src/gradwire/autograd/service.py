@@ -74,10 +74,25 @@ class Calls(Protocol):
     def members(self) -> _Names: ...
 
     def request(
-        self, to: int, message: Any, timeout: float | None = None
+        self,
+        to: int,
+        message: Any,
+        timeout: float | None = None,
+        *,
+        in_haste: bool = True,
     ) -> CallFuture: ...
 
-    def handle(self, kind: int, message: type, handler: Any) -> None: ...
+    def ask(self, to: int, message: Any, timeout: float | None = None) -> Any: ...
+
+    def handle(
+        self,
+        kind: int,
+        message: type,
+        handler: Any,
+        *,
+        in_haste: bool = True,
+        is_spread: bool = False,
+    ) -> None: ...
 
 
 class Autograd:
@@ -93,9 +108,9 @@ class Autograd:
         self.contexts = Contexts(self.me)
         self._calls = calls
         self._passes = Numbers(self.me)
-        calls.handle(STEP, Step, self._on_step)
+        calls.handle(STEP, Step, self._on_step, is_spread=True)
         calls.handle(ABORT, Abort, self._on_abort)
-        calls.handle(RELEASE, Release, self._on_release)
+        calls.handle(RELEASE, Release, self._on_release, in_haste=False)
         self._unsubscribe = calls.gone.subscribe(self._worker_gone)
 
     def __repr__(self) -> str:
@@ -120,14 +135,14 @@ class Autograd:
         finally:
             self.release(context.id)
 
-    def release(self, context_id: int) -> None:
+    def release(self, context_id: int, told_by: int = -1) -> None:
         """End a context here, and soon on all workers that know it. Twice is fine."""
         context = self.contexts.remove(context_id)
         if context is None:
             return
         for part in context.clear():
             part.released()
-        for worker in context.known - {self.me}:
+        for worker in context.known - {self.me, told_by}:
             self._tell_release(worker, context_id, _TRIES)
 
     def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:
@@ -266,6 +281,9 @@ class Autograd:
     def request(self, to: int, message: Any) -> CallFuture:
         return self._calls.request(to, message, _FOR_EVER)
 
+    def ask(self, to: int, message: Any) -> Any:
+        return self._calls.ask(to, message, _FOR_EVER)
+
     # What others say
 
     def _on_step(self, sender: int, step: Step) -> Any:
@@ -296,10 +314,10 @@ class Autograd:
             part.end(failed)
 
     def _on_release(self, sender: int, release: Release) -> None:
-        self.release(release.context)
+        self.release(release.context, sender)
 
     def _tell_release(self, worker: int, context_id: int, tries: int) -> None:
-        def answered(future: Any) -> None:
+        def answered() -> None:
             try:
                 future.value()
             except (WorkerLostError, ClosedError):
@@ -312,10 +330,12 @@ class Autograd:
                     log.warning("context %d stays on %d: %s", context_id, worker, error)
 
         try:
-            future = self._calls.request(worker, Release(context_id), _PATIENCE)
+            future = self._calls.request(
+                worker, Release(context_id), _PATIENCE, in_haste=False
+            )
         except GradwireError:
             return
-        future.add_done_callback(answered)
+        future.on_done(answered)
 
     def _worker_gone(self, info: WorkerInfo) -> None:
         for context in self.contexts:

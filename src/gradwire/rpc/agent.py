@@ -177,11 +177,17 @@ class Agent:
         return self.caller.call_async(self.peer(to), call, timeout)
 
     def request(
-        self, to: int, message: Any, timeout: float | None = None
+        self,
+        to: int,
+        message: Any,
+        timeout: float | None = None,
+        *,
+        in_haste: bool = True,
     ) -> CallFuture:
-        """Send an upper layer's message; the future of its answer."""
+        """Send an upper layer's message, soon if there is no haste; the future of its answer."""
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
+        parcel.can_wait = not in_haste
         return self.caller.post(peer, parcel, type(message), timeout)
 
     def ask(self, to: int, message: Any, timeout: float | None = None) -> Any:
@@ -198,13 +204,15 @@ class Agent:
         *,
         in_haste: bool = True,
         in_context: bool = False,
+        is_spread: bool = False,
     ) -> None:
         """Have an upper layer's messages handled: `handler(sender, message)` returns the answer.
 
         Where there is no haste, answers are held back a moment to travel with others. `in_context`:
-        the message belongs to the context in which it is sent, and is handled in it.
+        the message belongs to the context in which it is sent, and is handled in it. `is_spread`:
+        see `Codec.register`.
         """
-        self._codec.register(kind, message, in_context=in_context)
+        self._codec.register(kind, message, in_context=in_context, is_spread=is_spread)
         self._handlers[message] = handler
         if not in_haste:
             self._patient.add(message)

@@ -206,9 +206,8 @@ class References:
         else:
             failed = core.fail
         # Likely the next thing is to ask for the value: let them go together.
-        creation = self._agent.caller.call_async(
-            peer, create, timeout, make=partial(Creation, failed), can_wait=True
-        )
+        make = partial(Creation, failed)
+        creation = self._agent.caller.call_soon(peer, create, timeout, make)
         if isinstance(core, Fork):
             core.creation = creation
         _keeping(keep, creation)

@@ -37,10 +37,8 @@ class Recorder(Protocol):
     def current(self) -> int:
         """The context of this thread; 0 for none."""
 
-    def leaving(
-        self, context: int, to: int, tensors: list[torch.Tensor]
-    ) -> tuple[int, Freight | None]:
-        """A message of a context leaves, with these; its mark, and what to tell of its end."""
+    def leaving(self, context: int, to: int, tensors: list[torch.Tensor]) -> int:
+        """A message of a context leaves, with these; its mark, 0 if there is nothing to record."""
 
     def arrived(
         self, context: int, mark: int, sender: int, tensors: list[torch.Tensor]

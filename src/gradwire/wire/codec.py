@@ -72,6 +72,7 @@ class Codec:
         self._recorder: Recorder | None = None
         self._kinds: dict[type, int] = {Call: CALL}
         self._in_context: set[type] = set()
+        self._spread: dict[int, int] = {}  # by kind: the place of the last field
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
             False: Encoder(SHORT, dump_pickle),
@@ -85,10 +86,18 @@ class Codec:
             if custom is not None:
                 self._loaders[CUSTOM] = custom
 
-    def register(self, kind: int, message: type, *, in_context: bool = False) -> None:
+    def register(
+        self,
+        kind: int,
+        message: type,
+        *,
+        in_context: bool = False,
+        is_spread: bool = False,
+    ) -> None:
         """Teach it a message of an upper layer, a dataclass.
 
-        `in_context`: it belongs to the context in which it is sent, as calls do.
+        `in_context`: it belongs to the context in which it is sent, as calls do. `is_spread`: its
+        last field is a tuple, likely of tensors, whose items travel each by itself.
         """
         if kind < FIRST_UPPER or kind > 255 or kind in self._types:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
@@ -96,6 +105,8 @@ class Codec:
         self._types[kind] = message
         if in_context:
             self._in_context.add(message)
+        if is_spread:
+            self._spread[kind] = len(dataclasses.fields(message)) - 1
 
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
         """Pickle objects of exactly this type with `reducer`, as `copyreg` would."""
@@ -168,7 +179,8 @@ class Codec:
         context = 0
         if type(message) in self._in_context and self._recorder is not None:
             context = self._recorder.current()
-        parcel = self._short(Subject(kind), fields, manner, context)
+        values = (*fields[:-1], *fields[-1]) if kind in self._spread else fields
+        parcel = self._short(Subject(kind), values, manner, context)
         if parcel is None:
             return self._general(kind, fields, manner, context)
         return parcel
@@ -219,6 +231,9 @@ class Codec:
         if kind == RESULT and (subject.spread or len(values) == 1):
             return Result(tuple(values) if subject.spread else values[0])
         if subject.name is None:
+            last = self._spread.get(kind)
+            if last is not None:
+                values[last:] = [tuple(values[last:])]
             return self._from_fields(kind, tuple(values))
         ids = () if kind == CALL or not values else values.pop(0)
         count = len(values) - len(subject.keywords)
@@ -267,9 +282,7 @@ class Codec:
         if not torch.is_grad_enabled():
             found = []
         parcel.scope = context
-        parcel.mark, freight = self._recorder.leaving(context, manner.to, found)
-        if freight is not None:
-            parcel.freight = [*parcel.freight, freight]
+        parcel.mark = self._recorder.leaving(context, manner.to, found)
 
     def _general(
         self, kind: int, fields: tuple[Any, ...], manner: Manner, context: int = 0
