@@ -27,7 +27,7 @@ class Autograds:
     world: World
 
     def __init__(self, workers: Sequence[Worker]) -> None:
-        self.services = [Autograd(w._agent, w._executor) for w in workers]
+        self.services = [worker.autograd for worker in workers]
 
     def __getitem__(self, index: int) -> Autograd:
         return self.services[index]

@@ -356,9 +356,9 @@ def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
     with autograds(2) as world, world[0].context() as context:
         x, y = doubles(3), doubles(3)
         first, _ = world.transfer(0, 1, context, [x, y])
-        original = world[1].request
+        original = world[1].ask
 
-        def request(to: int, message: Any) -> Any:
+        def ask(to: int, message: Any) -> Any:
             heads, gradients = message.heads, message.gradients
             ((number, count, _, link, linked),) = heads
             lacking = dataclasses.replace(
@@ -367,7 +367,7 @@ def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
             assert len(gradients) == 1
             return original(to, lacking)
 
-        world[1].request = request  # type: ignore[method-assign]
+        world[1].ask = ask  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="lacks gradients that are not void"):
             world[1].backward(context, [first.sum()])
         world.until(lambda: world.passes() == 0)

@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from ..errors import WorkerLostError
-from ..rpc.futures import CallFuture
 from ..rpc.runner import Later
 from ..threads import Bell
 from . import deliveries, engine, messages
@@ -47,11 +46,9 @@ from .passes import (
     Wake,
     Words,
 )
+from .talk import Talk
 from .work import Work
 
-_GLANCE = (
-    0.05  # seconds until one who reads for an answer looks whether the pass failed
-)
 _NO_PLAN = Plan((), {}, {})
 
 
@@ -84,7 +81,7 @@ class Part:
         self._gradients: dict[int, Gradients] = {}
         self._bells: dict[int, Bell] = {}
         self._held: dict[int, list[Delivery]] = {}  # by worker
-        self._futures: list[CallFuture] = []
+        self._talk = Talk(desk, context, number, flags, self._answered)
         self._answer: torch.futures.Future[Any] | None = None
         self._ended = Bell()
 
@@ -161,7 +158,7 @@ class Part:
         self._conclude(failed)
         for action in actions:
             if isinstance(action, Abort):
-                self._abort(action.to, failed)
+                self._talk.abort(action.to, failed)
             else:
                 self._wake(action.send)
 
@@ -198,17 +195,11 @@ class Part:
             answer.set_result(messages.pack(outcome))
 
     def _wait(self) -> None:
-        """Until the pass has ended. Reads the answers: that saves others being woken for it."""
+        """Until the pass has ended."""
         while self.outcome is None:
-            coming = next((f for f in list(self._futures) if not f.done()), None)
-            if coming is None:
+            if not self._talk.read():
                 with self._desk.executor.waiting():
                     self._ended.wait(None)
-                continue
-            try:
-                coming.wait(_GLANCE)
-            except Exception:  # noqa: BLE001 `_answered` sees to it
-                continue
 
     # What is said
 
@@ -225,44 +216,9 @@ class Part:
             sends.append(delivery[0])
         return sends
 
-    def _is_alone_with(self, worker: int) -> bool:
-        """Whether this thread may wait for an answer: no third worker can fail meanwhile."""
-        return not engine.is_inside() and self._context.known <= {self._desk.me, worker}
-
-    def _step(self, words: Words, leaving: Sequence[Delivery]) -> Step:
-        about = self._context.id, self.number, self._flags
-        return Step(*about, *words, *messages.flatten(leaving))
-
-    def _ask(self, to: int, words: Words, leaving: Sequence[Delivery]) -> None:
-        """Post a message whose answer is all there is to wait for."""
+    def _answered(self, to: int, look: Callable[[], Any], is_free: bool) -> None:
         try:
-            answer = self._desk.ask(to, self._step(words, leaving))
-        except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
-            self.fail(error)
-        else:
-            self._take_answer(to, answer)
-
-    def _post(self, to: int, words: Words, leaving: Sequence[Delivery]) -> None:
-        try:
-            future = self._desk.request(to, self._step(words, leaving))
-        except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
-            self.fail(error)
-            return
-        self._futures.append(future)
-        future.on_done(partial(self._answered, to, future))
-
-    def _answered(self, to: int, future: CallFuture) -> None:
-        self._futures.remove(future)
-        try:
-            answer = future.value()
-        except Exception as error:  # noqa: BLE001 it has failed there, or is gone
-            self.fail(error)
-        else:
-            self._take_answer(to, answer)
-
-    def _take_answer(self, to: int, answer: Any) -> None:
-        try:
-            outcome = messages.unpack(answer)
+            outcome = messages.unpack(look())
             if isinstance(outcome, Failed):
                 self.end(outcome)
                 return
@@ -274,20 +230,13 @@ class Part:
                 else:
                     sends = self._receive(to, outcome.deliveries)
                     actions = self._progress.finished(to, sends)
-            self._do(actions)
+            self._do(actions, is_free)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
 
-    def _abort(self, to: int, failed: Failed) -> None:
-        message = messages.Abort(self._context.id, self.number, messages.pack(failed))
-        try:
-            self._desk.request(to, message)
-        except Exception:  # noqa: BLE001 it is gone, and so is its part
-            pass
-
     # What is done
 
-    def _do(self, actions: Iterable[Action]) -> None:
+    def _do(self, actions: Iterable[Action], is_free: bool = True) -> None:
         runs = []
         for action in actions:
             if isinstance(action, Run):
@@ -295,7 +244,7 @@ class Part:
             elif isinstance(action, Narrow):
                 self._narrow(action.piece, action.sends)
             elif isinstance(action, Tell):
-                self._post(action.to, action.words, ())
+                self._talk.post(action.to, action.words, ())
             elif isinstance(action, Wake):
                 self._wake(action.send)
             elif isinstance(action, Finish):
@@ -307,15 +256,16 @@ class Part:
             if is_task or engine.is_inside():
                 self._desk.executor.submit(partial(self._run, run))
             else:
-                self._run(run)
+                self._run(run, is_free and run is runs[-1])
 
     def _narrow(self, piece: int, sends: tuple[int, ...]) -> None:
         recvs = self._work.narrow(piece, sends)
         with self.lock:
             actions = self._progress.narrowed(piece, recvs)
-        self._do(actions)
+        self._do(actions, is_free=False)
 
-    def _run(self, run: Run) -> None:
+    def _run(self, run: Run, is_free: bool = True) -> None:
+        """Run a piece. `is_free`: this thread has nothing else to do, and may wait."""
         try:
             if not self._work.is_whole(run.piece, run.sends):
                 self._narrow(run.piece, run.sends)
@@ -338,15 +288,16 @@ class Part:
             actions = self._progress.ran(run)
             if last and not self._progress.is_over:
                 leaving.append((engager, self._progress.speak(engager), last))
-        if len(leaving) == 1 and not actions and self._is_alone_with(leaving[0][0]):
-            self._ask(*leaving[0])
+        is_free = is_free and not actions and not engine.is_inside()
+        if is_free and len(leaving) == 1 and self._talk.is_alone_with(leaving[0][0]):
+            self._talk.ask(*leaving[0])
             return
-        for to, words, gradients in leaving:
-            self._post(to, words, tuple(gradients))
+        for message in leaving:
+            self._talk.post(*message)
         if last and actions and isinstance(actions[-1], Finish):
             actions.pop()
             self._conclude(Done(tuple(last)))
-        self._do(actions)
+        self._do(actions, is_free)
 
     def _wake(self, send: int) -> None:
         with self.lock:
@@ -382,7 +333,7 @@ class Part:
         if all(gradient is None for gradient in gradients):
             with self.lock:
                 actions = self._progress.came_empty(recv.id)
-            self._do(actions)
+            self._do(actions, is_free=False)
             return
         context, to = self._context, recv.worker
         delivery = deliveries.make(
@@ -397,7 +348,7 @@ class Part:
             self._progress.left(recv.id)
             sends = self._receive(to, (delivery,))
             actions = self._progress.delivered_here(sends[0])
-        self._do(actions)
+        self._do(actions, is_free=False)
 
     def _hold(self, to: int, delivery: Delivery) -> None:
         with self.lock:
@@ -406,7 +357,7 @@ class Part:
     def _send(self, to: int, delivery: Delivery) -> None:
         with self.lock:
             words = self._progress.speak(to)
-        self._post(to, words, (delivery,))
+        self._talk.post(to, words, (delivery,))
 
 
 class _Exchange:
