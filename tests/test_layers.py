@@ -45,6 +45,7 @@ FACES = {f"{ROOT}.rpc", f"{ROOT}.autograd"}
 
 # Module: why no public name does.
 PRIVATE_TORCH: dict[str, str] = {
+    "gradwire.autograd.engine": "the engine without 10 µs of checks; is the profiler on",
     "gradwire.wire.recipes": "quantized tensors from their stored integers",
 }
 

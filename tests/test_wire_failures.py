@@ -11,7 +11,8 @@ import torch
 from carrying import LARGE, LIMITS, PICKLE, PLAIN, assert_same, received
 from gradwire.errors import NotAllowedError, RemoteError, WorkerLostError
 from gradwire.wire import plain
-from gradwire.wire.codec import PLAIN_GENERAL, Codec, Manner, revive_failure
+from gradwire.wire.codec import PLAIN_GENERAL, Codec, Manner
+from gradwire.wire.failures import revive_failure
 from gradwire.wire.frames import Frame, Limits
 from gradwire.wire.messages import FAILURE, Failure
 

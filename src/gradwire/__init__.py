@@ -5,12 +5,16 @@
 ...     gw.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
 """
 
-from . import rpc
+from . import autograd, rpc
 from .api import (
     all_gather,
+    backward,
     barrier,
+    context,
+    get_gradients,
     get_worker_info,
     get_worker_infos,
+    grad,
     init_rpc,
     on_join,
     on_leave,
@@ -54,9 +58,14 @@ __all__ = [
     "WorkerLostError",
     "__version__",
     "all_gather",
+    "autograd",
+    "backward",
     "barrier",
+    "context",
+    "get_gradients",
     "get_worker_info",
     "get_worker_infos",
+    "grad",
     "init_rpc",
     "on_join",
     "on_leave",

@@ -9,10 +9,12 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from .errors import ClosedError
@@ -160,6 +162,97 @@ def remote(
 def debug_info() -> dict[str, Any]:
     """Calls in flight, values owned and who holds them, references held and on their way."""
     return current_worker().debug_info()
+
+
+@contextmanager
+def context() -> Iterator[int]:
+    """A context for a forward pass over workers and its backward passes; gives its id.
+
+    All calls made in the block belong to it, also those that they make in turn. At its end it is
+    released on all workers, and the gradients with it.
+
+    Raises:
+        GradwireError: this thread is in a context already.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> with context() as ctx:
+    ...     loss = rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+    ...     backward(ctx, [loss])
+    ...     get_gradients(ctx)[w]
+    tensor([3., 3.])
+    """
+    with current_worker().autograd.context() as number:
+        yield number
+
+
+def backward(
+    context_id: int,
+    roots: Sequence[Tensor],
+    retain_graph: bool = False,
+    *,
+    create_graph: bool = False,
+    accumulate: bool = False,
+) -> None:
+    """Run one backward pass from these losses, through all workers of a context.
+
+    The gradients are kept in the context, on the worker that has the leaf (`get_gradients`), and
+    those of several passes add up. With `accumulate` they are also added to `.grad` there. With
+    `create_graph` they can be differentiated again.
+
+    Raises:
+        GradwireError: something is wrong with the arguments, or a backward failed on some worker:
+            then `Error on Node N: ...`, with the error there as its cause.
+        WorkerLostError: a worker of the context is gone.
+    """
+    current_worker().autograd.backward(
+        context_id,
+        roots,
+        retain_graph,
+        create_graph=create_graph,
+        accumulate=accumulate,
+    )
+
+
+def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
+    """The gradients of this worker's leaves in a context.
+
+    Raises:
+        GradwireError: there is no such context.
+    """
+    return current_worker().autograd.get_gradients(context_id)
+
+
+def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
+    context_id: int,
+    outputs: Sequence[Tensor],
+    inputs: Sequence[Tensor],
+    grad_outputs: Sequence[Tensor | None] | None = None,
+    *,
+    retain_graph: bool | None = None,
+    create_graph: bool = False,
+    allow_unused: bool = False,
+) -> tuple[Tensor | None, ...]:
+    """The gradients of `outputs` by `inputs`, both of this worker, along all paths over workers.
+
+    As `torch.autograd.grad`: nothing is kept in the context.
+
+    >>> x = torch.tensor(2.0, requires_grad=True)
+    >>> with context() as ctx:
+    ...     y = rpc_sync("worker1", torch.pow, args=(x, 3))
+    ...     (slope,) = grad(ctx, [y], [x], create_graph=True)
+    ...     (curvature,) = grad(ctx, [slope], [x])
+    >>> slope.item(), curvature.item()
+    (12.0, 12.0)
+    """
+    return current_worker().autograd.grad(
+        context_id,
+        outputs,
+        inputs,
+        grad_outputs,
+        retain_graph=retain_graph,
+        create_graph=create_graph,
+        allow_unused=allow_unused,
+    )
 
 
 def barrier(timeout: float | None = None) -> None:

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable
 from typing import Any
 
+from .autograd.recording import Recording
+from .autograd.service import Autograd
 from .errors import GradwireError
 from .ids import WorkerInfo, check_name
 from .options import Options
@@ -91,6 +93,12 @@ class Worker:
             timeout=options.timeout,
         )
         self._codec.carry(RRef, self.references.carriage)
+        self.autograd = Autograd(
+            self._agent, self._executor, pickles=options.allow is None
+        )
+        recording = Recording(self.autograd)
+        self._codec.record_with(recording)
+        self._agent.run_in_context(recording.run)
         self._collectives = Collectives(self._agent)
         self._agent.handle(GREETING, Greeting, lambda sender, message: None)
 
@@ -183,6 +191,7 @@ class Worker:
         """What this worker owns, holds and waits for, for people."""
         return {
             "calls_in_flight": self._agent.caller.in_flight,
+            **self.autograd.debug_info(),
             **self.references.info(self._agent.members.name),
         }
 
@@ -240,6 +249,7 @@ class Worker:
             self._meeting.leave(self.id)
         self._agent.close()
         self.references.close()
+        self.autograd.close()
         self._transport.close()
         self._executor.close()
         self._turns.close()

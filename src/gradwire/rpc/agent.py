@@ -12,6 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
+import torch
+
 from ..errors import ClosedError, ProtocolError, WorkerLostError
 from ..events import Event
 from ..ids import WorkerInfo
@@ -32,6 +34,7 @@ from .runner import Failed, Later, Runner
 log = logging.getLogger("gradwire")
 
 Handler = Callable[[int, Any], Any]
+InContext = Callable[[int, Callable[[], Any]], Any]
 
 
 class Directory(Protocol):
@@ -106,6 +109,7 @@ class Agent:
         self._runner = runner
         self._handlers: dict[type, Handler] = {Call: self._run_call}
         self._patient: set[type] = set()
+        self._in_context: InContext | None = None
         self._peers: dict[int, Peer] = {}
         self._closed = False
 
@@ -173,11 +177,17 @@ class Agent:
         return self.caller.call_async(self.peer(to), call, timeout)
 
     def request(
-        self, to: int, message: Any, timeout: float | None = None
+        self,
+        to: int,
+        message: Any,
+        timeout: float | None = None,
+        *,
+        in_haste: bool = True,
     ) -> CallFuture:
-        """Send an upper layer's message; the future of its answer."""
+        """Send an upper layer's message, soon if there is no haste; the future of its answer."""
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
+        parcel.can_wait = not in_haste
         return self.caller.post(peer, parcel, type(message), timeout)
 
     def ask(self, to: int, message: Any, timeout: float | None = None) -> Any:
@@ -187,16 +197,29 @@ class Agent:
         return self.caller.ask(peer, parcel, type(message), timeout)
 
     def handle(
-        self, kind: int, message: type, handler: Handler, *, in_haste: bool = True
+        self,
+        kind: int,
+        message: type,
+        handler: Handler,
+        *,
+        in_haste: bool = True,
+        in_context: bool = False,
+        is_spread: bool = False,
     ) -> None:
         """Have an upper layer's messages handled: `handler(sender, message)` returns the answer.
 
-        Where there is no haste, answers are held back a moment to travel with others.
+        Where there is no haste, answers are held back a moment to travel with others. `in_context`:
+        the message belongs to the context in which it is sent, and is handled in it. `is_spread`:
+        see `Codec.register`.
         """
-        self._codec.register(kind, message)
+        self._codec.register(kind, message, in_context=in_context, is_spread=is_spread)
         self._handlers[message] = handler
         if not in_haste:
             self._patient.add(message)
+
+    def run_in_context(self, run: InContext) -> None:
+        """Have messages that belong to a context handled by `run(context, handling)`."""
+        self._in_context = run
 
     # Calls from others
 
@@ -211,7 +234,7 @@ class Agent:
                 value = value.future.wait()
         except BaseException as error:  # noqa: BLE001 user code
             return self._codec.failure(error, peer.manner)
-        return self._result(peer, message, value)
+        return self._result(peer, message, value, frame.scope)
 
     def arrived(self, sender: int, frame: Frame) -> None:
         """Take what was posted: an answer, or a request to run."""
@@ -230,13 +253,14 @@ class Agent:
             self._reply(peer, frame.call, self._codec.failure(error, peer.manner))
             return
         if type(value) is not Later:
-            self._reply(peer, frame.call, self._result(peer, message, value))
+            result = self._result(peer, message, value, frame.scope)
+            self._reply(peer, frame.call, result)
             return
-        call = frame.call
+        call, context = frame.call, frame.scope
 
         def finished(future: Any) -> None:
             try:
-                parcel = self._result(peer, message, future.value())
+                parcel = self._result(peer, message, future.value(), context)
             except BaseException as error:  # noqa: BLE001 user code
                 parcel = self._codec.failure(error, peer.manner)
             self._reply(peer, call, parcel)
@@ -247,16 +271,24 @@ class Agent:
         message = self._codec.open(frame, sender)
         for wait in frame.waits:
             wait.wait()
-        return message, self._handlers[type(message)](sender, message)
+        handler = self._handlers[type(message)]
+        if frame.scope and self._in_context is not None:
+            handling = partial(handler, sender, message)
+            return message, self._in_context(frame.scope, handling)
+        return message, handler(sender, message)
 
     def _run_call(self, sender: int, call: Call) -> Any:
         return self._runner.run(call)
 
-    def _result(self, peer: Peer, message: Any, value: Any) -> Parcel:
+    def _result(self, peer: Peer, message: Any, value: Any, context: int) -> Parcel:
         if type(value) is Failed:
             return self._codec.failure(value.error, peer.manner, value.trace)
         try:
-            parcel = self._codec.result(value, peer.manner)
+            if context and not modes.allow_grad(getattr(message, "modes", None)):
+                with torch.no_grad():
+                    parcel = self._codec.result(value, peer.manner, context)
+            else:
+                parcel = self._codec.result(value, peer.manner, context)
             parcel.can_wait = type(message) in self._patient
             return parcel
         except Exception as error:  # noqa: BLE001 user code

@@ -22,7 +22,8 @@ from ..errors import (
 from ..options import Options
 from ..threads import Bell, Executor
 from ..transport.base import Transport
-from ..wire.codec import Codec, revive_failure
+from ..wire.codec import Codec
+from ..wire.failures import revive_failure
 from ..wire.frames import Frame, Freight, Parcel
 from ..wire.functions import describe
 from ..wire.messages import RESULT, Call, Failure
@@ -86,19 +87,30 @@ class Caller:
             return self.call_async(peer, call, timeout).wait()
         return self._exchange(peer, self.encode(peer, call), call.function, timeout)
 
-    def call_async(
+    def call_async(self, peer: Peer, call: Call, timeout: float | None) -> CallFuture:
+        """Call; the future of the result."""
+        return self.post(peer, self.encode(peer, call), call.function, timeout, calls=1)
+
+    def call_soon(
         self,
         peer: Peer,
         call: Call,
         timeout: float | None,
-        *,
-        make: Callable[..., CallFuture] = CallFuture,
-        can_wait: bool = False,
+        make: Callable[..., CallFuture],
     ) -> CallFuture:
-        """Call; the future of the result."""
+        """Call; the future of the result, as `make` makes it.
+
+        The request is held back for a moment if it can be; it may be taken back (`take_held`).
+        """
         parcel = self.encode(peer, call)
-        parcel.can_wait = can_wait
-        return self.post(peer, parcel, call.function, timeout, make=make, calls=1)
+        held = self._request(peer, parcel, call.function, timeout, make)
+        if not parcel.bulk_length and self._has_lane(peer):
+            self._held.hold(held)
+        else:
+            self._flush(peer)
+            self._start(held, 1)
+        future: CallFuture = held.pending.answer
+        return future
 
     def ask(self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None) -> Any:
         """Send a request and wait for its answer; by a lane of its own where there are lanes."""
@@ -113,21 +125,13 @@ class Caller:
         what: Any,
         timeout: float | None,
         *,
-        make: Callable[..., CallFuture] = CallFuture,
         calls: int = 0,
     ) -> CallFuture:
         """Send a request; the future of its answer. It counts as so many calls of a user."""
-        seconds = self._seconds(timeout)
-        deadline = time.monotonic() + seconds if seconds else _FOR_EVER
-        call = peer.next_call()
-        future = make(call, peer.id, deadline, self._attend, Fate(what, peer.name))
-        pending = Pending(call, peer.id, seconds, deadline, future, parcel.freight)
-        held = Held(peer, parcel, pending, calls)
-        if parcel.can_wait and not parcel.bulk_length and self._has_lane(peer):
-            self._held.hold(held)
-        else:
-            self._flush(peer)
-            self._start(held)
+        held = self._request(peer, parcel, what, timeout, CallFuture)
+        self._flush(peer)
+        self._start(held, calls)
+        future: CallFuture = held.pending.answer
         return future
 
     def take_held(self, future: CallFuture) -> Held | None:
@@ -262,12 +266,28 @@ class Caller:
         if self._held:
             self._held.flush(peer.id)
 
-    def _start(self, held: Held) -> None:
+    def _request(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        make: Callable[..., CallFuture],
+    ) -> Held:
+        """A request that has not been sent yet."""
+        seconds = self._seconds(timeout)
+        deadline = time.monotonic() + seconds if seconds else _FOR_EVER
+        call = peer.next_call()
+        future = make(call, peer.id, deadline, self._attend, Fate(what, peer.name))
+        pending = Pending(call, peer.id, seconds, deadline, future, parcel.freight)
+        return Held(peer, parcel, pending)
+
+    def _start(self, held: Held, calls: int = 1) -> None:
         """Send a request and await its answer."""
         pending = held.pending
         deadline = pending.deadline
         with self._lock:
-            self._posted += held.calls
+            self._posted += calls
             self._calls.started(pending)
             sooner = deadline < self._alarm
             if sooner:

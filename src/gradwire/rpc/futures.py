@@ -16,6 +16,7 @@ copy, and looks by way of `torch.futures.wait_all` are noticed.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import copy
 import logging
 import threading
@@ -85,11 +86,11 @@ class CallFuture(torch.futures.Future[Any]):
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         self.fate.seen = True
-        return super().then(callback)
+        return super().then(_with_variables(callback))
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         self.fate.seen = True
-        super().add_done_callback(callback)
+        super().add_done_callback(_with_variables(callback))
 
     def on_done(self, wake: Callable[[], None]) -> None:
         """Be woken at the end, without having looked at the result."""
@@ -143,6 +144,14 @@ def fresh_copy(error: E) -> E:
         return error
     twin.__cause__ = error.__cause__
     return twin
+
+
+def _with_variables(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A callback that sees the context variables of where it was given, as in asyncio."""
+    if not callable(callback):
+        return callback  # torch says what is wrong with it
+    variables = contextvars.copy_context()
+    return lambda future: variables.run(callback, future)
 
 
 async def _awaited(future: CallFuture) -> Any:

@@ -25,8 +25,6 @@ class Held(NamedTuple):
     peer: Peer
     parcel: Parcel
     pending: Pending
-    calls: int
-    """How many calls of a user it counts as."""
 
 
 class HeldBack:

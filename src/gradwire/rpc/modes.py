@@ -37,6 +37,11 @@ def capture() -> Modes | None:
     return grad, inference, torch.is_autocast_cache_enabled(), casts
 
 
+def allow_grad(modes: Modes | None) -> bool:
+    """Whether gradients are recorded in these modes."""
+    return modes is None or bool(modes[0])
+
+
 @contextmanager
 def applied(modes: Modes) -> Iterator[None]:
     """Run with another worker's modes."""

@@ -107,7 +107,7 @@ class Janitor:
 
     def _request(self, worker: int, message: Notes | Recall) -> CallFuture | None:
         try:
-            return self._agent.request(worker, message, _RETRY)
+            return self._agent.request(worker, message, _RETRY, in_haste=False)
         except GradwireError:
             return None  # it is gone, or we are: then there is nothing to say
 

@@ -80,10 +80,10 @@ class References:
         self._runner = runner
         self._timeout = timeout
         self._leaked: dict[Holding, str] = {}  # what is held when all is quiet
-        agent.handle(CREATE, Create, self._create, in_haste=False)
-        agent.handle(CREATE_NOW, CreateNow, self._create_now)
-        agent.handle(INVOKE, Invoke, self._invoked)
-        agent.handle(FETCH, Fetch, self._fetched)
+        agent.handle(CREATE, Create, self._create, in_haste=False, in_context=True)
+        agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
+        agent.handle(INVOKE, Invoke, self._invoked, in_context=True)
+        agent.handle(FETCH, Fetch, self._fetched, in_context=True)
         agent.handle(NOTES, Notes, self._noted, in_haste=False)
         agent.handle(RECALL, Recall, self._recalled)
         agent.gone.subscribe(self._worker_gone)
@@ -213,9 +213,8 @@ class References:
         else:
             failed = core.fail
         # Likely the next thing is to ask for the value: let them go together.
-        creation = self._agent.caller.call_async(
-            peer, create, timeout, make=partial(Creation, failed), can_wait=True
-        )
+        make = partial(Creation, failed)
+        creation = self._agent.caller.call_soon(peer, create, timeout, make)
         if isinstance(core, Fork):
             core.creation = creation
         _keeping(keep, creation)

@@ -127,8 +127,8 @@ class StreamReader:
             if self.segments is None:
                 raise ProtocolError("frame in shared memory, but none is shared")
             area = self.segments.area(header.segment, header.bulk)
-        kind, encoding, _, call, scope, _, _ = header
-        self.frames.append(Frame(kind, encoding, call, scope, body, area))
+        kind, encoding, _, call, scope, mark, _, _ = header
+        self.frames.append(Frame(kind, encoding, call, scope, body, area, mark))
 
 
 class StreamWriter:

@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import torch
+
 from .frames import Freight, Wait
 
 
@@ -29,6 +31,21 @@ class Carrier(Protocol):
         """What came, and what has to be waited for before it may be used."""
 
 
+class Recorder(Protocol):
+    """Who records tensors that need gradients, when they leave and when they arrive."""
+
+    def current(self) -> int:
+        """The context of this thread; 0 for none."""
+
+    def leaving(self, context: int, to: int, tensors: list[torch.Tensor]) -> int:
+        """A message of a context leaves, with these; its mark, 0 if there is nothing to record."""
+
+    def arrived(
+        self, context: int, mark: int, sender: int, tensors: list[torch.Tensor]
+    ) -> None:
+        """A message of a context came, with these: they get their history, in place."""
+
+
 @dataclass(slots=True)
 class Cargo:
     """What one message carries: `worker` is whom it goes to or comes from."""
@@ -38,6 +55,21 @@ class Cargo:
     is_reply: bool = False
     freight: list[Freight] = field(default_factory=list)
     waits: list[Wait] = field(default_factory=list)
+    is_recorded: bool = False
+    """Tensors that need gradients are taken note of."""
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Those, by number."""
+
+    def note(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that leaves."""
+        number = len(self.tensors)
+        self.tensors[number] = tensor
+        return number
+
+    def noted(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that arrived, without its history yet."""
+        self.tensors[number] = tensor
+        return tensor
 
     def load(self, kind: type, thing: Any) -> tuple[int, ...]:
         fields, freight = self.carriers[kind].load(thing, self.worker, self.is_reply)

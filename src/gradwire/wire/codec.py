@@ -14,18 +14,17 @@ serializer where there is one. A worker with an allow-list decodes the plain enc
 
 from __future__ import annotations
 
-import builtins
 import dataclasses
 import pickle
-import traceback
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
 
-from .. import errors
-from ..errors import NotAllowedError, ProtocolError, RemoteError
+from ..errors import NotAllowedError, ProtocolError
 from . import plain, tensors
-from .cargo import Cargo, Carrier
+from .cargo import Cargo, Carrier, Recorder
+from .failures import describe_failure, shorten
 from .frames import Frame, Limits, Parcel
 from .functions import Names
 from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
@@ -70,7 +69,10 @@ class Codec:
         self._names = Names()
         self._reducers: dict[type, Reducer] = {}
         self._carriers: dict[type, Carrier] = {}
+        self._recorder: Recorder | None = None
         self._kinds: dict[type, int] = {Call: CALL}
+        self._in_context: set[type] = set()
+        self._spread: dict[int, int] = {}  # by kind: the place of the last field
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
             False: Encoder(SHORT, dump_pickle),
@@ -84,12 +86,27 @@ class Codec:
             if custom is not None:
                 self._loaders[CUSTOM] = custom
 
-    def register(self, kind: int, message: type) -> None:
-        """Teach it a message of an upper layer, a dataclass."""
+    def register(
+        self,
+        kind: int,
+        message: type,
+        *,
+        in_context: bool = False,
+        is_spread: bool = False,
+    ) -> None:
+        """Teach it a message of an upper layer, a dataclass.
+
+        `in_context`: it belongs to the context in which it is sent, as calls do. `is_spread`: its
+        last field is a tuple, likely of tensors, whose items travel each by itself.
+        """
         if kind < FIRST_UPPER or kind > 255 or kind in self._types:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
         self._types[kind] = message
+        if in_context:
+            self._in_context.add(message)
+        if is_spread:
+            self._spread[kind] = len(dataclasses.fields(message)) - 1
 
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
         """Pickle objects of exactly this type with `reducer`, as `copyreg` would."""
@@ -99,6 +116,10 @@ class Codec:
         """Let a carrier keep the books about objects of exactly this type."""
         self._carriers[kind] = carrier
 
+    def record_with(self, recorder: Recorder) -> None:
+        """Have the tensors of messages recorded."""
+        self._recorder = recorder
+
     def call(self, call: Call, manner: Manner) -> Parcel:
         """A call as a parcel; also of a message of an upper layer that is one.
 
@@ -107,6 +128,7 @@ class Codec:
             ValueError: it is larger than the limits.
         """
         kind = self._kinds[type(call)]
+        context = 0 if self._recorder is None else self._recorder.current()
         name = call.function
         if type(name) is not str:
             name = self._names.name_of(name, manner.same_main)
@@ -115,7 +137,7 @@ class Codec:
             values = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
             if kind != CALL:
                 values = (call.ids, *values)
-            parcel = self._short(subject, values, manner)
+            parcel = self._short(subject, values, manner, context)
             if parcel is not None:
                 return parcel
         if name is None and manner.plain:
@@ -125,16 +147,18 @@ class Codec:
             )
         target = call.function if name is None else name
         fields = (target, call.args, call.kwargs, call.modes, call.ids)
-        return self._general(kind, fields, manner)
+        return self._general(kind, fields, manner, context)
 
-    def result(self, value: Any, manner: Manner) -> Parcel:
+    def result(self, value: Any, manner: Manner, context: int = 0) -> Parcel:
+        """A result as a parcel, in the context of what it answers."""
         if self._custom is None:
             spread = type(value) is tuple
             subject = Subject(RESULT, spread=spread)
-            parcel = self._short(subject, value if spread else (value,), manner)
+            values = value if spread else (value,)
+            parcel = self._short(subject, values, manner, context)
             if parcel is not None:
                 return parcel
-        return self._general(RESULT, (value,), manner)
+        return self._general(RESULT, (value,), manner, context)
 
     def failure(
         self, error: BaseException, manner: Manner, trace: str | None = None
@@ -146,14 +170,20 @@ class Codec:
         try:
             return self._general(FAILURE, _fields(failure), manner)
         except Exception:  # noqa: BLE001 user code; or it is larger than the limits
-            short = _shorten(failure, min(_MOST_TEXT, self._limits.body // 16))
+            short = shorten(failure, min(_MOST_TEXT, self._limits.body // 16))
             return self._general(FAILURE, _fields(short), manner)
 
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
         kind, fields = self._kinds[type(message)], _fields(message)
-        parcel = self._short(Subject(kind), fields, manner)
-        return self._general(kind, fields, manner) if parcel is None else parcel
+        context = 0
+        if type(message) in self._in_context and self._recorder is not None:
+            context = self._recorder.current()
+        values = (*fields[:-1], *fields[-1]) if kind in self._spread else fields
+        parcel = self._short(Subject(kind), values, manner, context)
+        if parcel is None:
+            return self._general(kind, fields, manner, context)
+        return parcel
 
     def open(self, frame: Frame, sender: int = -1) -> Any:
         """The message in a frame. It may be used after `frame.waits`.
@@ -166,17 +196,25 @@ class Codec:
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
             subject, values = decoder.decode(frame.body, frame.area)
+            if frame.scope and self._recorder is not None:
+                found = _recorded(values) if frame.mark else []
+                self._recorder.arrived(frame.scope, frame.mark, sender, found)
             return self._from_values(frame.kind, subject, values)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
             raise self._refusal(frame.encoding)
-        if frame.encoding == GENERAL and self._carriers:
-            cargo = Cargo(self._carriers, sender)
+        cargo = Cargo(self._carriers, sender)
+        if frame.encoding == GENERAL:
             loader = PickleSerializer(self._reducers, same_main=True, cargo=cargo)
             frame.waits = cargo.waits
         body = memoryview(frame.body)
         arrived, at = tensors.unpack(body, frame.area)
-        return self._from_fields(frame.kind, loader.loads(body[at:], arrived))
+        fields = loader.loads(body[at:], arrived)
+        if frame.scope and self._recorder is not None:
+            noted = [tensor for _, tensor in sorted(cargo.tensors.items())]
+            found = (noted or _recorded(arrived)) if frame.mark else []
+            self._recorder.arrived(frame.scope, frame.mark, sender, found)
+        return self._from_fields(frame.kind, fields)
 
     def _refusal(self, encoding: int) -> Exception:
         if encoding in (SHORT, GENERAL, CUSTOM) and self._plain_only:
@@ -193,6 +231,9 @@ class Codec:
         if kind == RESULT and (subject.spread or len(values) == 1):
             return Result(tuple(values) if subject.spread else values[0])
         if subject.name is None:
+            last = self._spread.get(kind)
+            if last is not None:
+                values[last:] = [tuple(values[last:])]
             return self._from_fields(kind, tuple(values))
         ids = () if kind == CALL or not values else values.pop(0)
         count = len(values) - len(subject.keywords)
@@ -225,16 +266,30 @@ class Codec:
         return message
 
     def _short(
-        self, subject: Subject, values: tuple[Any, ...], manner: Manner
+        self, subject: Subject, values: tuple[Any, ...], manner: Manner, context: int
     ) -> Parcel | None:
         parcel = self._encoders[manner.plain].encode(subject, values)
         if parcel is not None:
             parcel.check(self._limits)
+            if context:
+                self._record(parcel, context, manner, _recorded(values))
         return parcel
 
-    def _general(self, kind: int, fields: tuple[Any, ...], manner: Manner) -> Parcel:
+    def _record(
+        self, parcel: Parcel, context: int, manner: Manner, found: list[torch.Tensor]
+    ) -> None:
+        assert self._recorder is not None
+        if not torch.is_grad_enabled():
+            found = []
+        parcel.scope = context
+        parcel.mark = self._recorder.leaving(context, manner.to, found)
+
+    def _general(
+        self, kind: int, fields: tuple[Any, ...], manner: Manner, context: int = 0
+    ) -> Parcel:
         found: list[torch.Tensor] = []
         cargo = Cargo(self._carriers, manner.to, is_reply=kind == RESULT)
+        cargo.is_recorded = context != 0 and torch.is_grad_enabled()
         encoding, serializer = self._serializer(manner, cargo)
         try:
             data = serializer.dumps(fields, found)
@@ -250,6 +305,9 @@ class Codec:
             cargo.take_back()
             raise
         parcel.freight = cargo.freight
+        if context:
+            noted = list(cargo.tensors.values()) or _recorded(found)
+            self._record(parcel, context, manner, noted)
         return parcel
 
     def _serializer(self, manner: Manner, cargo: Cargo) -> tuple[int, Serializer]:
@@ -259,6 +317,11 @@ class Codec:
             return CUSTOM, self._custom
         same = manner.same_main
         return GENERAL, PickleSerializer(self._reducers, same_main=same, cargo=cargo)
+
+
+def _recorded(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors that need gradients."""
+    return [v for v in values if type(v) is torch.Tensor and v.requires_grad]
 
 
 def _fields(message: Any) -> tuple[Any, ...]:
@@ -293,52 +356,3 @@ def _has_right_types(message: Any) -> bool:
 
 def _are_ids(ids: Any) -> bool:
     return isinstance(ids, (tuple, list)) and all(type(n) is int for n in ids)
-
-
-def describe_failure(
-    error: BaseException, pickler: Serializer | None, trace: str | None = None
-) -> Failure:
-    """An exception as a message; without a pickler, as text only."""
-    trace = trace or "".join(traceback.format_exception(error)).rstrip()
-    beside: list[torch.Tensor] = []
-    pickled = None
-    if pickler is not None:
-        try:
-            pickled = pickler.dumps(error, beside)
-        except Exception:  # noqa: BLE001 user code
-            beside = []  # its text has to do
-    try:
-        message = str(error)
-    except Exception:  # noqa: BLE001 user code
-        message = "<it cannot be put in words>"
-    return Failure(type(error).__qualname__, message, trace, pickled, beside)
-
-
-def _shorten(failure: Failure, most: int) -> Failure:
-    """Its beginning and the end of its trace, which fit into every limit."""
-    message, trace = failure.message[:most], failure.trace[-most:]
-    return Failure(failure.type_name[:most], message, trace, None, [])
-
-
-def revive_failure(failure: Failure, worker: str) -> Exception:
-    """The exception to raise here for a failure over there: its own type, where possible."""
-    cause = RemoteError(worker, failure.type_name, failure.message, failure.trace)
-    error: Any = None
-    if failure.pickled is not None:
-        try:
-            pickler = PickleSerializer({}, same_main=True)
-            error = pickler.loads(failure.pickled, failure.tensors)
-        except Exception:  # noqa: BLE001 user code
-            error = None  # its type cannot be made here: the cause has the text
-    else:
-        name = failure.type_name
-        kind = getattr(builtins, name, None) or getattr(errors, name, None)
-        if isinstance(kind, type) and issubclass(kind, Exception):
-            try:
-                error = kind(failure.message)
-            except TypeError:
-                error = None
-    if not isinstance(error, Exception):
-        return cause
-    error.__cause__ = cause
-    return error

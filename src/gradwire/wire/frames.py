@@ -6,9 +6,10 @@
     2       2     encoding of the body (`codec.py`)
     4       4     length of the body
     8       8     call: which call this asks or answers; 0 for neither
-    16      8     scope: a number that upper layers send along; 0 for none
-    24      8     length of the bulk area
-    32      8     segment of shared memory that holds the bulk area; 0: it follows the body
+    16      8     scope: the context that the message belongs to; 0 for none
+    24      8     mark: which message of its context this is, if it has tensors that need gradients
+    32      8     length of the bulk area
+    40      8     segment of shared memory that holds the bulk area; 0: it follows the body
 
 A `Parcel` is a frame to be sent, a `Frame` one that has arrived. The body is bytes; the bulk area
 holds the large tensors of the message, each at a multiple of 64 bytes. Lengths are checked against
@@ -28,7 +29,7 @@ import torch
 from ..errors import ProtocolError
 
 VERSION = 1
-HEADER = struct.Struct("<BBHIQQQQ")
+HEADER = struct.Struct("<BBHIQQQQQ")
 ALIGNMENT = 64
 
 
@@ -66,6 +67,7 @@ class Parcel:
     bulk: Sequence[Piece] = ()
     bulk_length: int = 0
     scope: int = 0
+    mark: int = 0
     freight: Sequence[Freight] = ()
     can_wait: bool = False
     """It may be held back for a moment, to travel with others."""
@@ -78,6 +80,7 @@ class Parcel:
             len(self.body),
             call,
             self.scope,
+            self.mark,
             self.bulk_length,
             segment,
         )
@@ -100,7 +103,9 @@ class Parcel:
         if self.bulk_length:
             area = (ctypes.c_char * self.bulk_length)()
             fill(area, 0, self.bulk)
-        return Frame(self.kind, self.encoding, call, self.scope, self.body, area)
+        frame = Frame(self.kind, self.encoding, call, self.scope, self.body, area)
+        frame.mark = self.mark
+        return frame
 
 
 @dataclass(slots=True)
@@ -113,6 +118,7 @@ class Frame:
     scope: int
     body: bytes | memoryview
     area: Any = None  # a writable buffer that lives as long as the tensors made of it
+    mark: int = 0
     waits: Sequence[Wait] = ()
     """What must have come to its end before the message may be used; known when it is opened."""
 
@@ -132,6 +138,7 @@ class Header(NamedTuple):
     body: int
     call: int
     scope: int
+    mark: int
     bulk: int
     segment: int
 

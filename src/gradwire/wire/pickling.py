@@ -84,8 +84,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         kind = type(obj)
         if kind in self._reducers:
             return self._reducers[kind](obj)
-        if self.cargo is not None and kind in self.cargo.carriers:
-            return carried, self.cargo.load(kind, obj)
+        cargo = self.cargo
+        if cargo is not None:
+            if kind in cargo.carriers:
+                return carried, cargo.load(kind, obj)
+            if cargo.is_recorded and isinstance(obj, torch.Tensor) and needs_grad(obj):
+                return recorded, (cargo.note(obj), without_history(obj))
         if kind is torch.Tensor:
             return self._tensor(obj)
         if isinstance(obj, torch.Tensor):
@@ -133,8 +137,11 @@ class _Unpickler(pickle.Unpickler):
         if module == __name__:
             if name == "tensor_at":
                 return self._tensors.__getitem__
-            if name == "carried" and self._cargo is not None:
-                return self._cargo.unload
+            if self._cargo is not None:
+                if name == "carried":
+                    return self._cargo.unload
+                if name == "recorded":
+                    return self._cargo.noted
         if module in MAIN_MODULES:
             module = "__main__"
         return super().find_class(module, name)
@@ -148,6 +155,28 @@ def tensor_at(index: int) -> torch.Tensor:
 def carried(*fields: int) -> Any:
     """Stands in a pickle for something of a carrier's."""
     raise pickle.UnpicklingError("it can be carried in calls only")
+
+
+def recorded(number: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Stands in a pickle around a tensor that gets a history on arrival."""
+    raise pickle.UnpicklingError("it has a history in its context only")
+
+
+def needs_grad(tensor: torch.Tensor) -> bool:
+    return tensor.requires_grad and type(tensor).__reduce_ex__ in _PLAIN_REDUCTIONS
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, of the same type and with the same attributes, that needs no gradient."""
+    bare = tensor.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        bare = torch.nn.Parameter(bare, requires_grad=False)
+    if type(tensor) is not torch.Tensor:
+        vars(bare).update(vars(tensor))
+    return bare
+
+
+_PLAIN_REDUCTIONS = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
 
 
 def _found_in_main(obj: Any) -> bool:

@@ -100,9 +100,10 @@ def _main(way: str, rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     name = f"worker{rank}"
     if way.startswith("gradwire"):
-        from ... import rpc
+        from ... import autograd, rpc
     else:
-        rpc = _torch_rpc()
+        rpc, autograd = _torch()
+    functions.call = rpc.rpc_sync
     rpc.init_rpc(name, rank=rank, world_size=2)
     if rank == 0:
         _answers(
@@ -110,15 +111,16 @@ def _main(way: str, rank: int, port: int) -> None:
                 sync=lambda func, args: rpc.rpc_sync("worker1", func, args=args),
                 start=lambda func, args: rpc.rpc_async("worker1", func, args=args),
                 remote=lambda func, args: rpc.remote("worker1", func, args=args),
+                autograd=autograd,
             )
         )
     rpc.shutdown()
 
 
-def _torch_rpc() -> Any:
-    from torch.distributed import rpc
+def _torch() -> tuple[Any, Any]:
+    from torch.distributed import autograd, rpc
 
-    return rpc
+    return rpc, autograd
 
 
 if __name__ == "__main__":

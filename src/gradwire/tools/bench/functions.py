@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from typing import Any
 
 import torch
 
@@ -49,3 +50,15 @@ def stop_busy_thread() -> None:
 
 def cpu_seconds() -> float:
     return time.process_time()
+
+
+call: Any = None
+"""`rpc_sync` of whoever is measured."""
+
+
+def hop(left: int, to: int, x: torch.Tensor) -> torch.Tensor:
+    """Go back and forth between two workers."""
+    if left == 1:
+        return x + x
+    result: torch.Tensor = call(f"worker{1 - to}", hop, args=(left - 1, 1 - to, x + x))
+    return result

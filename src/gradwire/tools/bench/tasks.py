@@ -29,6 +29,8 @@ class Caller:
     sync: Call
     start: Call
     remote: Call
+    autograd: Any
+    """The module with `context` and `backward`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +98,42 @@ def _remote(caller: Caller, count: int = 300) -> Sample:
     )
 
 
+def _train(
+    forward: Callable[[Caller, torch.Tensor], torch.Tensor], count: int
+) -> Callable[[Caller], Sample]:
+    """A forward pass over workers, and its backward; also the time of the backward alone."""
+
+    def step(caller: Caller, x: torch.Tensor) -> float:
+        with caller.autograd.context() as number:
+            loss = forward(caller, x).sum()
+            begin = time.perf_counter()
+            caller.autograd.backward(number, [loss])
+            return time.perf_counter() - begin
+
+    def run(caller: Caller) -> Sample:
+        x = torch.ones(3, 3, requires_grad=True)
+        _each(lambda: step(caller, x), 10)
+        alone: list[float] = []
+        times = _each(lambda: alone.append(step(caller, x)), count)
+        return {**_summary(times), "alone": median(alone)}
+
+    return run
+
+
+def _backward(caller: Caller) -> Sample:
+    return {"median": _train(_add, 200)(caller)["alone"]}
+
+
+def _add(caller: Caller, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = caller.sync(functions.add, (x, x))
+    return result
+
+
+def _hops(caller: Caller, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = caller.sync(functions.hop, (4, 1, x))
+    return result
+
+
 def _send(length: int, count: int) -> Callable[[Caller], Sample]:
     def run(caller: Caller) -> Sample:
         x = torch.ones(length, dtype=torch.uint8)
@@ -135,6 +173,9 @@ TASKS = [
     Task("one asynchronous add at a time", _one_async),
     Task("2,000 outstanding adds, each", _outstanding, 8),
     Task("remote 3×3 add, to_here", _remote, 6),
+    Task("tiny forward and backward", _train(_add, 200), 5),
+    Task("backward of it alone", _backward, 4),
+    Task("four hops, forward and backward", _train(_hops, 100), 5),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
     Task("receive 1 MB", _receive(MB, 40), 2.5),

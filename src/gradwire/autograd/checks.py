@@ -1,0 +1,52 @@
+"""The arguments of a pass, checked where it is called; the texts are those of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import GradwireError
+
+
+def check_call(name: str, context_id: Any, tensors: Any) -> None:
+    """Refuse what no pass can be begun with.
+
+    Raises:
+        TypeError: the id is no number, or these are no tensors.
+    """
+    is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
+    is_list = isinstance(tensors, (list, tuple))
+    if not is_id or not is_list or not all(isinstance(t, Tensor) for t in tensors):
+        raise TypeError(
+            f"{name}(): incompatible function arguments: give the id of a context and a "
+            f"list of tensors, not {context_id!r} and {tensors!r}"
+        )
+
+
+def check_roots(roots: Sequence[Tensor]) -> None:
+    """Refuse roots that nothing can be computed from.
+
+    Raises:
+        GradwireError: there are none, or one is no scalar with a history.
+    """
+    if not roots:
+        raise GradwireError("No tensors provided for gradient computation.")
+    for index, root in enumerate(roots):
+        if not root.requires_grad:
+            raise GradwireError(f"requires_grad not set on root {index}")
+        if root.numel() != 1:
+            raise GradwireError(
+                f"root {index}, of shape {tuple(root.shape)}, is not a scalar, all roots "
+                "need to be scalar"
+            )
+        check_history(root)
+
+
+def check_history(tensor: Tensor) -> None:
+    if tensor.grad_fn is None:
+        raise GradwireError(
+            "a tensor of shape "
+            f"{tuple(tensor.shape)} does not have a valid gradient function."
+        )

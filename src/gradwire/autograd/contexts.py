@@ -1,0 +1,235 @@
+"""Contexts: what one worker knows of a forward/backward session, and the table of them.
+
+A context is known on every worker that its calls reach, under one id: the worker that began it and
+a count. It comes to be where it is begun, or when the first message that carries its id arrives;
+it ends when the worker that began it says so. A message that is later than that finds a context
+that is not in the table, and what is recorded in it goes with the message.
+
+Which context is *current* is kept by `contextvars`: per thread, and per task of an event loop. It
+is kept for each worker by itself, because several can live in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import GradwireError
+from .nodes import Crossing, Recv, Send, make_recv, make_send
+
+_COUNT_BITS = 48
+_MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
+
+
+class Part(Protocol):
+    """What others want of a pass under way (`parts.py`)."""
+
+    def engage(self, sender: int, step: Any) -> Any: ...
+
+    def step(self, sender: int, step: Any) -> Any: ...
+
+    def end(self, failed: Any) -> None: ...
+
+    def worker_gone(self, worker: int, name: str) -> None: ...
+
+    def released(self) -> None: ...
+
+
+class Memory:
+    """The last numbers noted. What comes after thousands of others is not waited for."""
+
+    def __init__(self) -> None:
+        self._numbers: OrderedDict[int, int | None] = OrderedDict()
+
+    def __contains__(self, number: int) -> bool:
+        return number in self._numbers
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def get(self, number: int) -> int | None:
+        """What was noted with a number."""
+        return self._numbers.get(number)
+
+    def add(self, number: int, note: int | None = None) -> None:
+        self._numbers[number] = note
+        if len(self._numbers) > _MOST_REMEMBERED:
+            self._numbers.popitem(last=False)
+
+
+class Numbers:
+    """Numbers that no other worker uses: a worker's id and a count."""
+
+    def __init__(self, worker: int) -> None:
+        self._first = worker << _COUNT_BITS
+        self._counts = itertools.count(1)
+
+    def next(self) -> int:
+        return self._first + next(self._counts)
+
+
+def owner(number: int) -> int:
+    """The worker that made a number."""
+    return number >> _COUNT_BITS
+
+
+class Context:
+    """One session, as one worker knows it. May be used by several threads."""
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.lock = threading.Lock()
+        self.sends: dict[int, Send] = {}
+        self.recvs: dict[int, Recv] = {}
+        self.known: set[int] = set()
+        """The workers that messages of this context went to or came from."""
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.parts: dict[int, Part] = {}
+        """The passes under way here, by number."""
+        self.ended = Memory()
+        """The passes that are not, any more, and who engaged us in them."""
+        self.is_released = False
+
+    def __repr__(self) -> str:
+        return (
+            f"<Context {self.id}: {len(self.sends)} sends, {len(self.recvs)} recvs, "
+            f"{len(self.gradients)} gradients, {len(self.parts)} passes>"
+        )
+
+    def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
+        send = make_send(Crossing(number, to, self.id, len(tensors)), tensors)
+        with self.lock:
+            # While waiting for its gradients it must come last of all that is ready, and before
+            # the ones made earlier (`graph.py`).
+            send.node._set_sequence_nr(len(self.sends))
+            self.sends[number] = send
+        return send
+
+    def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> Recv:
+        recv = make_recv(Crossing(number, sender, self.id, len(tensors)), tensors)
+        with self.lock:
+            self.recvs[number] = recv
+        return recv
+
+    def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+        """Gradients of one leaf add up. Those that were handed out are left alone."""
+        with self.lock:
+            before = self.gradients.get(leaf)
+            self.gradients[leaf] = add(before, gradient)
+
+    def clear(self) -> list[Part]:
+        """Let go of everything; the passes that were under way."""
+        with self.lock:
+            self.is_released = True
+            parts = list(self.parts.values())
+            self.sends, self.recvs, self.gradients = {}, {}, {}
+        return parts
+
+
+def add(before: Tensor | None, more: Tensor) -> Tensor:
+    if before is None:
+        return more
+    if before.layout is not torch.strided:
+        return (
+            more + before
+        )  # the other way round is not implemented where one is dense
+    return before + more
+
+
+class Contexts:
+    """The contexts of one worker."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._numbers = Numbers(worker)
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._released = Memory()
+        self._current: ContextVar[Context | None] = ContextVar(
+            "gradwire context", default=None
+        )
+
+    def __repr__(self) -> str:
+        return f"<Contexts of worker {self._worker}: {len(self._contexts)}>"
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def __iter__(self) -> Iterator[Context]:
+        with self._lock:
+            return iter(list(self._contexts.values()))
+
+    def new(self) -> Context:
+        """A new context, which is the current one of this thread from now on.
+
+        Raises:
+            GradwireError: it has one already.
+        """
+        if self.current() is not None:
+            raise GradwireError("Already have an autograd context id for this thread")
+        context = Context(self._numbers.next())
+        with self._lock:
+            self._contexts[context.id] = context
+        self._current.set(context)
+        return context
+
+    def current(self) -> Context | None:
+        context = self._current.get()
+        return None if context is None or context.is_released else context
+
+    @contextmanager
+    def entered(self, context: Context | None) -> Iterator[None]:
+        """Make a context the current one; None: have none."""
+        before = self._current.get()
+        self._current.set(context)
+        try:
+            yield
+        finally:
+            self._current.set(before)
+
+    def get(self, number: int) -> Context:
+        """The context with this id.
+
+        Raises:
+            GradwireError: there is none.
+        """
+        context = self._contexts.get(number)
+        if context is None:
+            raise unknown(number)
+        return context
+
+    def arrived(self, number: int) -> Context:
+        """The context that a message came with."""
+        context = self._contexts.get(number)
+        if context is not None:
+            return context
+        with self._lock:
+            context = self._contexts.get(number)
+            if context is None:
+                context = Context(number)
+                if owner(number) == self._worker or number in self._released:
+                    context.is_released = True
+                else:
+                    self._contexts[number] = context
+        return context
+
+    def remove(self, number: int) -> Context | None:
+        """Take a context off the table; None if it was not there."""
+        with self._lock:
+            context = self._contexts.pop(number, None)
+            self._released.add(number)
+        if context is not None and self._current.get() is context:
+            self._current.set(None)
+        return context
+
+
+def unknown(number: int) -> GradwireError:
+    return GradwireError(f"Could not find autograd context with id: {number}")

@@ -1,0 +1,48 @@
+"""Gradients on their way from a recv to the matching send.
+
+Where gradients are to be differentiable, they are themselves tensors that leave one worker and
+arrive at another in the same context: a send here, a recv there, for later passes.
+"""
+
+from __future__ import annotations
+
+from ..errors import ProtocolError
+from .contexts import Context, Numbers
+from .messages import CREATE, Delivery
+from .nodes import Crossing, Gradients
+
+
+def make(
+    context: Context, recv: Crossing, gradients: Gradients, flags: int, numbers: Numbers
+) -> Delivery:
+    """The gradients of a recv, as they are sent."""
+    link = 0
+    linked: tuple[int, ...] = ()
+    if flags & CREATE:
+        traced = [(i, g) for i, g in enumerate(gradients) if g is not None]
+        traced = [(i, g) for i, g in traced if g.requires_grad]
+        if traced:
+            link, linked = numbers.next(), tuple([i for i, _ in traced])
+            context.add_send(link, recv.worker, [g for _, g in traced])
+    bare = tuple([g if g is None else g.detach() for g in gradients])
+    return recv.id, bare, link, linked
+
+
+def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
+    """The gradients of a delivery.
+
+    Raises:
+        ProtocolError: it lacks some, or is for nothing that was sent.
+    """
+    number, gradients, link, linked = delivery
+    send = context.sends.get(number)
+    if send is None or send.crossing.worker != sender:
+        raise ProtocolError(f"gradients for send {number}, which is not there")
+    count = send.crossing.count
+    if len(gradients) != count:
+        raise ProtocolError(
+            f"send {number} of {count} tensors got {len(gradients)} gradients"
+        )
+    if link:
+        context.add_recv(link, sender, [gradients[i] for i in linked])
+    return gradients

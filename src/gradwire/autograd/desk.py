@@ -1,0 +1,24 @@
+"""What the parts of one worker share; `service.py` is it."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from ..rpc.futures import CallFuture
+from ..threads import Executor
+from .contexts import Numbers
+
+
+class Desk(Protocol):
+    """What a part needs of its worker."""
+
+    me: int
+    executor: Executor
+    numbers: Numbers
+    pickles: bool
+
+    def request(self, to: int, message: Any) -> CallFuture:
+        """Send a message, with no limit to how long its answer may take."""
+
+    def ask(self, to: int, message: Any) -> Any:
+        """Send a message and wait for its answer."""

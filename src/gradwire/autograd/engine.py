@@ -1,0 +1,158 @@
+"""One call of torch's engine for one segment: the C++ engine does the work.
+
+The engine is called with all sources of the segment at once, and asked for the gradients of the
+leaves it reaches. The nodes of the crossings call back: a send for its gradients, for which it may
+have to wait; a recv with its own. For that the engine is asked to reach the token behind the recvs.
+Where it can be, this is cut short: if the gradients of all sends are there, the engine starts with
+these behind the sends; if all recvs come last anyway, it is asked for their gradients. Then no
+Python is run inside, but what users have put there.
+
+`Variable._execution_engine.run_backward` is what `torch.autograd.grad` calls once it has looked at
+its arguments, which takes longer than running a small graph does. If it goes away, that takes its
+place. So with `_profiler_enabled`: without it, every pass would pay for being recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from .graph import Segment
+from .messages import CREATE, QUIET, RETAIN
+from .nodes import TOKEN, Crossing, Gradients, Run, here
+
+_NOT_PROFILED = nullcontext()
+_SIGNAL = torch.zeros(())  # sends ignore what flows into them
+
+
+class Start(NamedTuple):
+    """Where a pass begins: roots, and the gradients that flow into them (None: ones)."""
+
+    roots: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor | None] = ()
+    wanted: Sequence[GradientEdge] = ()
+    """What else to get the gradients of."""
+
+
+class Job(NamedTuple):
+    """What to run, from which roots, what for, and how."""
+
+    roots: Sequence[tuple[Tensor, Tensor | None]]
+    segment: Segment
+    wanted: Sequence[GradientEdge]
+    flags: int
+    given: dict[int, Gradients] | None
+    """The gradients of all sends; None: they are to be asked for. Emptied when used."""
+
+
+class Found(NamedTuple):
+    """The gradients of the leaves, of what was wanted, and of the last recvs."""
+
+    leaves: list[Tensor | None]
+    wanted: Sequence[Tensor | None] = ()
+    recvs: Sequence[tuple[Crossing, Gradients]] = ()
+
+
+def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
+    return torch.ones_like(root) if gradient is None else gradient
+
+
+def is_profiled() -> bool:
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def profiled(name: str) -> AbstractContextManager[Any]:
+    """Have the profiler show a block, if it runs."""
+    return torch.profiler.record_function(name) if is_profiled() else _NOT_PROFILED
+
+
+def is_inside() -> bool:
+    """Whether this thread is inside a call of the engine that was made here."""
+    return bool(here.runs)
+
+
+def execute(job: Job, run: Run) -> Found:
+    """Call the engine.
+
+    Raises:
+        Exception: whatever a node's backward raises.
+    """
+    segment = job.segment
+    leaves = () if job.flags & QUIET else segment.leaves
+    inputs = [GradientEdge(node, 0) for node in leaves]
+    inputs += job.wanted
+    is_short = job.given is not None and len(segment.last) == len(segment.recvs)
+    ends = tuple(segment.last.values()) if is_short else ()
+    inputs += [GradientEdge(node, i) for c, node in ends for i in range(c.count)]
+    nodes = [] if is_short else list(segment.recvs)
+    if nodes:
+        inputs.append(TOKEN)
+    if not inputs:
+        return Found([])
+    if job.given is None:
+        nodes += [send.crossing for send in segment.sends]
+    captured = _call(job, inputs, nodes, run)
+    at = len(leaves) + len(job.wanted)
+    recvs = []
+    for crossing, _ in ends:
+        recvs.append((crossing, captured[at : at + crossing.count]))
+        at += crossing.count
+    wanted = captured[len(leaves) : len(leaves) + len(job.wanted)]
+    return Found(list(captured[: len(leaves)]), wanted, recvs)
+
+
+def accumulate(job: Job, run: Run) -> None:
+    """Call the engine as an ordinary backward would: it fills `.grad`.
+
+    Raises:
+        Exception: whatever a node's backward raises.
+    """
+    segment = job.segment
+    nodes = [*segment.recvs, *[send.crossing for send in segment.sends]]
+    _call(job, (), nodes, run)
+
+
+def _call(
+    job: Job, inputs: Sequence[GradientEdge], nodes: Sequence[Crossing], run: Run
+) -> Gradients:
+    """`nodes`: those that will call back. No inputs: all leaves, to be accumulated."""
+    outputs, gradients = _sources(job)
+    for crossing in nodes:
+        crossing.runs.append(run)
+    here.runs.append(run)
+    try:
+        captured: Gradients = torch.autograd.Variable._execution_engine.run_backward(
+            tuple(outputs),
+            tuple(gradients),
+            bool(job.flags & (RETAIN | CREATE)),
+            bool(job.flags & CREATE),
+            tuple(inputs),
+            allow_unreachable=True,
+            accumulate_grad=not inputs,
+        )
+    finally:
+        here.runs.pop()
+        for crossing in nodes:
+            crossing.runs.remove(run)
+    return captured
+
+
+def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
+    outputs: list[Tensor | GradientEdge] = [root for root, _ in job.roots]
+    gradients = [_ones(*root) for root in job.roots]
+    if job.given is None:
+        outputs += [send.output for send in job.segment.sends]
+        gradients += [_SIGNAL for _ in job.segment.sends]
+        return outputs, gradients
+    for send in job.segment.sends:
+        given = job.given.pop(send.crossing.id)  # who keeps it would have it copied
+        for edge, gradient in zip(send.node.next_functions, given, strict=True):
+            if gradient is not None:
+                outputs.append(GradientEdge(*edge))
+                gradients.append(gradient)
+    return outputs, gradients

@@ -1,0 +1,93 @@
+"""Where the gradients of leaves go: into the context, and `.grad` only where asked for.
+
+The engine captures them on the way into the AccumulateGrad nodes, after the hooks of the leaves.
+What those nodes do besides adding up is done here, by the same rules: a buffer that nobody else
+has is kept, any other is copied, laid out like its leaf; then the hooks of the node are called.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .contexts import Context, add
+from .messages import ACCUMULATE, CREATE
+
+_NOBODY_ELSE = 2  # references to what a list holds: its own and the one that looks
+
+
+def keep(
+    context: Context, nodes: Sequence[Any], captured: list[Tensor | None], flags: int
+) -> None:
+    """Add what the engine captured for these nodes to the context. Empties the list."""
+    shared = _shared_storages(captured) if len(captured) > 1 else ()
+    for index, node in enumerate(nodes):
+        is_ours = sys.getrefcount(captured[index]) <= _NOBODY_ELSE
+        gradient, captured[index] = captured[index], None
+        if gradient is None:
+            continue
+        leaf = node.variable
+        if not flags & CREATE:
+            is_ours = is_ours and _storage(gradient) not in shared
+            gradient = gradient.detach() if gradient.requires_grad else gradient
+            gradient = _own(leaf, gradient, is_ours=is_ours)
+        context.add_gradient(leaf, gradient)
+        if flags & ACCUMULATE:
+            _accumulate(context, leaf, gradient)
+        for hook in _hooks(node):
+            hook((), (gradient,))
+
+
+def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
+    """A gradient that shares no memory with anything, laid out like its leaf."""
+    if gradient.layout is not torch.strided:
+        return gradient if is_ours else gradient.clone()
+    strides = gradient.stride()
+    is_dense = gradient.is_contiguous() or 0 not in strides
+    if is_ours and is_dense and strides == leaf.stride():
+        return gradient
+    if leaf.is_contiguous() or 0 in leaf.stride():
+        return gradient.clone(memory_format=torch.contiguous_format)
+    return torch.empty_strided(
+        leaf.size(), leaf.stride(), dtype=gradient.dtype, device=gradient.device
+    ).copy_(gradient)
+
+
+def _shared_storages(captured: Sequence[Tensor | None]) -> set[int]:
+    counts = Counter(_storage(gradient) for gradient in captured)
+    return {storage for storage, count in counts.items() if count > 1}
+
+
+def _storage(gradient: Tensor | None) -> int:
+    """Where its memory is; a number of its own where that is not one piece."""
+    if gradient is None or gradient.layout is not torch.strided:
+        return -id(gradient)
+    return gradient.untyped_storage().data_ptr()
+
+
+def _accumulate(context: Context, leaf: Tensor, gradient: Tensor) -> None:
+    """Do as an ordinary backward does."""
+    with context.lock, torch.set_grad_enabled(gradient.requires_grad):
+        before = leaf.grad
+        leaf.grad = gradient.clone() if before is None else add(before, gradient)
+    for hook in list(
+        (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
+    ):
+        hook(leaf)
+
+
+def _hooks(node: Any) -> list[Callable[..., object]]:
+    """The hooks of a node. There is no list of them, but a new one gets to know the others."""
+    handle = node.register_hook(_nothing)
+    hooks = handle.hooks_dict_ref()
+    handle.remove()
+    return list(hooks.values()) if hooks else []
+
+
+def _nothing(*_: object) -> None:
+    pass

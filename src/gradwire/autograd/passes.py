@@ -1,0 +1,322 @@
+"""Progress of one backward pass on one worker.
+
+Pure: no torch, no I/O, no locks. What happens comes in as method calls; what must be done next goes
+out as actions, which `parts.py` carries out. The rules:
+
+P1  Every send gets gradients, or is told that none will come (it is *void*), once. What is said
+    again changes nothing.
+P2  A piece of the graph with roots is run at once. One without is run when the newest of its sends
+    that are not void has gradients; if all are void it is skipped.
+P3  A recv that no source reaches that is not void makes the matching send void. That is told at the
+    first moment it is known, which may be before anything is run. The only reason to wait is that
+    another message to the same worker is about to leave.
+P4  A worker that has our sends and has not been heard in this pass is told that it goes on, so that
+    it finds out which of them are void there.
+P5  The first message of a worker to another lists the sends that arrived there. Those not listed
+    never arrived: their call failed, or its answer came too late. They are void.
+P6  Ending (Dijkstra and Scholten): the message that engages a worker is answered when all its
+    pieces are done and all its own messages are answered; later messages are answered at once. So
+    when the worker that began the pass is done, all are. Who is done has told everyone all there is
+    to tell: sends to it that are still open when its answer comes are void. What it has left for
+    its engager, and nobody else, goes with that answer.
+P7  After a failure nothing more is run; those who owe an answer are told to let go.
+
+Why P2 cannot wait for ever: say worker A waits for send s. Its gradients come from the matching
+recv r on B, which was made after s. r lacks a gradient only because some source that reaches r has
+not run; that source was made after r. If it waits, it waits for a send made at or after it. So
+along any chain of waiting workers the times of creation increase, and a chain cannot close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a pass must know of a segment: the ids of its sends, by creation, and of its recvs."""
+
+    sends: tuple[int, ...] = ()
+    recvs: tuple[int, ...] = ()
+    has_roots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker brings to a pass."""
+
+    pieces: Sequence[Piece]
+    sends: Mapping[int, int]
+    """All sends of the context, and to whom."""
+    recvs: Mapping[int, int]
+    """All recvs, and from whom."""
+
+
+class Run(NamedTuple):
+    """Run a piece from its roots and these sends; the others are void."""
+
+    piece: int
+    sends: tuple[int, ...]
+    may_wait: bool
+    """Not all of the sends have their gradients yet."""
+
+
+class Narrow(NamedTuple):
+    """Find out which recvs these sends of a piece reach, and say `narrowed`: others are void."""
+
+    piece: int
+    sends: tuple[int, ...]
+
+
+class Words(NamedTuple):
+    """What a message says beside gradients."""
+
+    voids: tuple[int, ...]
+    listed: tuple[int, ...] | None
+    awaiting: int
+
+
+class Tell(NamedTuple):
+    """Send a message without gradients; it is owed an answer."""
+
+    to: int
+    words: Words
+
+
+class Wake(NamedTuple):
+    """It is known what becomes of a send that may be waited for."""
+
+    send: int
+
+
+class Abort(NamedTuple):
+    """Tell a worker that owes us an answer that the pass has failed."""
+
+    to: int
+
+
+class Finish(NamedTuple):
+    """All is done here: answer the engager; or return, where the pass began."""
+
+
+Action = Run | Narrow | Tell | Wake | Abort | Finish
+
+
+_IDLE, _RUNNING, _DONE = range(3)
+
+
+class Progress:
+    """One pass on worker `me`. `engager`: who brought us into it; None: it began here."""
+
+    def __init__(self, me: int, plan: Plan, engager: int | None = None) -> None:
+        self.me = me
+        self.plan = plan
+        self.engager = engager
+        self.has_failed = False
+        self.is_over = False
+        self._fates: dict[int, bool | None] = dict.fromkeys(plan.sends)
+        self._piece_of = {s: i for i, p in enumerate(plan.pieces) for s in p.sends}
+        self._states = [_IDLE] * len(plan.pieces)
+        self._open = len(plan.pieces)  # pieces that are not done
+        self._sends = _count(plan.sends.values())  # how many, by worker
+        self._recvs = _count(plan.recvs.values())
+        self._waited = dict(self._sends)  # sends of which nothing is known
+        self._owed: dict[int, int] = {}  # messages of ours that are not answered
+        self._told: set[int] = set()
+        self._heard: set[int] = set()
+        self._unlisted: set[int] = set()  # workers that wait for what never arrived
+        # Recvs whose gradients have left, or whose sends were told that there are none.
+        self._gone: set[int] = set()
+        self._voids: dict[int, list[int]] = {}  # what is to be told, by worker
+        # Workers that a run under way, which does not wait, will have a message for.
+        self._promised: dict[int, int] = {}
+        self._actions: list[Action] = []
+
+    # What happens
+
+    def begun(self) -> list[Action]:
+        """We take part from now on. The message that engaged us was `heard` before."""
+        reached = {recv for piece in self.plan.pieces for recv in piece.recvs}
+        for recv in self.plan.recvs:
+            if recv not in reached:
+                self._void(recv)
+        if self.me in self._sends:
+            self._void_unlisted(self.me, self.plan.recvs)  # its call failed
+        for index in range(len(self._states)):
+            self._start(index)
+        return self._next()
+
+    def heard(self, sender: int, words: Words, delivered: Iterable[int]) -> None:
+        """A message of another worker. Say `begun` or `settled` next."""
+        for send in words.voids:
+            self._resolve(send, has_gradients=False)
+        if words.listed is not None:
+            self._void_unlisted(sender, {*words.listed, *words.voids})
+        for send in delivered:
+            self._resolve(send, has_gradients=True)
+        self._heard.add(sender)
+        if words.awaiting != self._recvs.get(sender, 0):
+            self._unlisted.add(sender)
+
+    def answered(self, by: int) -> list[Action]:
+        """One of our messages was answered at once."""
+        self._owed[by] -= 1
+        return self._next()
+
+    def finished(self, by: int, delivered: Iterable[int]) -> list[Action]:
+        """A worker that we engaged, or that is done anyway, answered; this came with it."""
+        for send in delivered:
+            self._resolve(send, has_gradients=True)
+        if self._waited.get(by, 0):
+            self._void_unlisted(by, ())  # P6
+        self._owed[by] -= 1
+        return self._next()
+
+    def settled(self) -> list[Action]:
+        """What follows from what was heard."""
+        return self._next()
+
+    def delivered_here(self, send: int) -> list[Action]:
+        """Gradients for a send, from a recv of this same worker."""
+        self._resolve(send, has_gradients=True)
+        return self._next()
+
+    def narrowed(self, piece: int, recvs: Iterable[int]) -> list[Action]:
+        """The sources of a piece that are not void reach these recvs only."""
+        reached = set(recvs)
+        for recv in self.plan.pieces[piece].recvs:
+            if recv not in reached:
+                self._void(recv)
+        return self._next()
+
+    def left(self, recv: int) -> None:
+        """The gradients of a recv are on their way."""
+        self._gone.add(recv)
+
+    def came_empty(self, recv: int) -> list[Action]:
+        """A recv was run, and got no gradients."""
+        self._void(recv)
+        return self._next()
+
+    def ran(self, run: Run) -> list[Action]:
+        """A piece is done."""
+        self._close(run.piece)
+        if not run.may_wait:
+            self._promise(run.piece, -1)
+        return self._next()
+
+    def speak(self, to: int) -> Words:
+        """What a message that leaves now must say; it is owed an answer."""
+        self._owed[to] = self._owed.get(to, 0) + 1
+        voids = tuple(self._voids.pop(to, ()))
+        if to in self._told:
+            return Words(voids, None, self._sends.get(to, 0))
+        self._told.add(to)
+        listed = (r for r, worker in self.plan.recvs.items() if worker == to)
+        return Words(voids, tuple(listed), self._sends.get(to, 0))
+
+    def failed(self) -> list[Action]:
+        """The pass is over, here or elsewhere."""
+        if self.is_over:
+            return []
+        self.has_failed = self.is_over = True
+        waiting = [send for send, fate in self._fates.items() if fate is None]
+        owing = [worker for worker, count in self._owed.items() if count > 0]
+        return [*map(Wake, waiting), *map(Abort, owing)]
+
+    # What is known
+
+    def fate(self, send: int) -> bool | None:
+        """Whether a send has gradients; None: not known yet."""
+        return self._fates[send]
+
+    def is_expecting(self, worker: int) -> bool:
+        """Whether something is still to come from a worker."""
+        return worker == self.engager or self._waited.get(worker, 0) > 0
+
+    # What follows
+
+    def _resolve(self, send: int, *, has_gradients: bool) -> None:
+        if self._fates.get(send, True) is not None:
+            return  # P1; or made after we began, and so no part of this pass
+        self._fates[send] = has_gradients
+        self._waited[self.plan.sends[send]] -= 1
+        piece = self._piece_of[send]
+        if self._states[piece] == _RUNNING:
+            self._actions.append(Wake(send))
+        else:
+            self._start(piece)
+
+    def _start(self, index: int) -> None:
+        if self._states[index] != _IDLE:
+            return
+        piece = self.plan.pieces[index]
+        sends = tuple(s for s in piece.sends if self._fates[s] is not False)
+        if piece.has_roots or (sends and self._fates[sends[-1]]):  # P2
+            self._states[index] = _RUNNING
+            may_wait = any(self._fates[send] is None for send in sends)
+            self._actions.append(Run(index, sends, may_wait))
+            if not may_wait:
+                self._promise(index, 1)
+        elif not sends:
+            self._close(index)
+        elif len(sends) < len(piece.sends):  # P3
+            last = self._actions[-1] if self._actions else None
+            if isinstance(last, Narrow) and last.piece == index:
+                self._actions.pop()
+            self._actions.append(Narrow(index, sends))
+
+    def _close(self, index: int) -> None:
+        self._states[index] = _DONE
+        self._open -= 1
+        for recv in self.plan.pieces[index].recvs:
+            self._void(recv)
+
+    def _void(self, recv: int) -> None:
+        if recv in self._gone:
+            return
+        self._gone.add(recv)
+        worker = self.plan.recvs[recv]
+        if worker == self.me:
+            self._resolve(recv, has_gradients=False)
+        else:
+            self._voids.setdefault(worker, []).append(recv)
+
+    def _void_unlisted(self, worker: int, listed: Container[int]) -> None:
+        for send, to in self.plan.sends.items():  # P5
+            if to == worker and send not in listed:
+                self._resolve(send, has_gradients=False)
+
+    def _promise(self, piece: int, by: int) -> None:
+        for recv in self.plan.pieces[piece].recvs:
+            worker = self.plan.recvs[recv]
+            self._promised[worker] = self._promised.get(worker, 0) + by
+
+    def _next(self) -> list[Action]:
+        actions, self._actions = self._actions, []
+        if self.is_over:
+            return []
+        is_done = not self._open and not any(self._owed.values())
+        to_tell = set(self._voids) | (self._unlisted - self._told)  # P3, P5
+        if not is_done:
+            to_tell |= {w for w, n in self._waited.items() if n > 0} - self._heard  # P4
+        due = {w for w in to_tell if w != self.me and self._is_due(w)}
+        if is_done and due <= {self.engager}:  # P6
+            self.is_over = True
+            return [*actions, Finish()]
+        return [*(Tell(to, self.speak(to)) for to in sorted(due)), *actions]
+
+    def _is_due(self, worker: int) -> bool:
+        """Whether to tell a worker now: nothing else will, and there is something to tell."""
+        if self._promised.get(worker, 0) > 0:
+            return False  # P3
+        return worker not in self._told or bool(self._voids.get(worker))
+
+
+def _count(workers: Iterable[int]) -> dict[int, int]:
+    counts: dict[int, int] = {}
+    for worker in workers:
+        counts[worker] = counts.get(worker, 0) + 1
+    return counts

@@ -1,0 +1,354 @@
+"""The driver of distributed autograd on one worker: contexts, recording, passes.
+
+Recording is done by whoever sends and receives messages (`record_send`, `record_recv`); a pass on
+one worker is a `Part`. This file makes parts, finds them for the messages that arrive, and ends
+contexts everywhere.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from ..errors import ClosedError, GradwireError, WorkerLostError
+from ..events import Event
+from ..ids import WorkerInfo
+from ..rpc.futures import CallFuture
+from ..threads import Executor
+from .checks import check_call, check_history, check_roots
+from .contexts import Context, Contexts, Numbers, owner, unknown
+from .engine import Start, profiled
+from .failures import describe, revive, to_raise
+from .messages import (
+    ABORT,
+    ACCUMULATE,
+    CREATE,
+    QUIET,
+    RELEASE,
+    RETAIN,
+    STEP,
+    Abort,
+    Failed,
+    Release,
+    Step,
+    answer_after,
+    pack,
+    unpack,
+)
+from .parts import Part
+
+log = logging.getLogger("gradwire")
+
+_FOR_EVER = 0.0  # a backward may take its time; a lost worker is noticed
+_PATIENCE = 10.0  # seconds until a release that is not answered is said again
+_TRIES = 5
+_PAUSE = 0.5
+
+
+class _Named(Protocol):
+    @property
+    def id(self) -> int: ...
+
+
+class _Names(Protocol):
+    def name(self, worker: int) -> str: ...
+
+
+class Calls(Protocol):
+    """What is needed of the layer that sends messages (`rpc/agent.py`)."""
+
+    gone: Event[WorkerInfo]
+
+    @property
+    def me(self) -> _Named: ...
+
+    @property
+    def members(self) -> _Names: ...
+
+    def request(
+        self,
+        to: int,
+        message: Any,
+        timeout: float | None = None,
+        *,
+        in_haste: bool = True,
+    ) -> CallFuture: ...
+
+    def ask(self, to: int, message: Any, timeout: float | None = None) -> Any: ...
+
+    def handle(
+        self,
+        kind: int,
+        message: type,
+        handler: Any,
+        *,
+        in_haste: bool = True,
+        is_spread: bool = False,
+    ) -> None: ...
+
+
+class Autograd:
+    """Distributed autograd on one worker. `pickles`: errors may travel pickled."""
+
+    def __init__(
+        self, calls: Calls, executor: Executor, *, pickles: bool = True
+    ) -> None:
+        self.me = calls.me.id
+        self.executor = executor
+        self.pickles = pickles
+        self.numbers = Numbers(self.me)
+        self.contexts = Contexts(self.me)
+        self._calls = calls
+        self._passes = Numbers(self.me)
+        calls.handle(STEP, Step, self._on_step, is_spread=True)
+        calls.handle(ABORT, Abort, self._on_abort)
+        calls.handle(RELEASE, Release, self._on_release, in_haste=False)
+        self._unsubscribe = calls.gone.subscribe(self._worker_gone)
+
+    def __repr__(self) -> str:
+        return f"<Autograd of worker {self.me}: {self.debug_info()}>"
+
+    # Contexts
+
+    def new_context(self) -> Context:
+        """A new context, current in this thread until it is released.
+
+        Raises:
+            GradwireError: this thread has one already.
+        """
+        return self.contexts.new()
+
+    @contextmanager
+    def context(self) -> Iterator[int]:
+        """A new context for a block; its id."""
+        context = self.new_context()
+        try:
+            yield context.id
+        finally:
+            self.release(context.id)
+
+    def release(self, context_id: int, told_by: int = -1) -> None:
+        """End a context here, and soon on all workers that know it. Twice is fine."""
+        context = self.contexts.remove(context_id)
+        if context is None:
+            return
+        for part in context.clear():
+            part.released()
+        for worker in context.known - {self.me, told_by}:
+            self._tell_release(worker, context_id, _TRIES)
+
+    def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:
+        """The gradients of this worker's leaves.
+
+        Raises:
+            GradwireError: there is no such context.
+        """
+        context = self.contexts.get(context_id)
+        with context.lock:
+            return dict(context.gradients)
+
+    def debug_info(self) -> dict[str, int]:
+        return {
+            "num_current_backward_passes": sum(len(c.parts) for c in self.contexts),
+            "num_autograd_contexts": len(self.contexts),
+        }
+
+    # Recording
+
+    def record_send(
+        self, context: Context, to: int, tensors: Sequence[Tensor]
+    ) -> int | None:
+        """Note that tensors leave for a worker: the id to send along.
+
+        None: nothing to record, because none requires grad or gradients are switched off. Whoever
+        receives them is to record exactly those that require grad.
+        """
+        context.known.add(to)
+        if not torch.is_grad_enabled():
+            return None
+        tensors = [tensor for tensor in tensors if tensor.requires_grad]
+        if not tensors or context.is_released:
+            return None
+        number = self.numbers.next()
+        context.add_send(number, to, tensors)
+        return number
+
+    def record_recv(
+        self,
+        context: Context,
+        sender: int,
+        number: int | None,
+        tensors: Sequence[Tensor],
+    ) -> None:
+        """Note that tensors arrived: those that were recorded as sent with this id."""
+        context.known.add(sender)
+        if number is not None and tensors:
+            context.add_recv(number, sender, tensors)
+
+    # Passes
+
+    def backward(
+        self,
+        context_id: int,
+        roots: Sequence[Tensor],
+        retain_graph: bool = False,
+        *,
+        create_graph: bool = False,
+        accumulate: bool = False,
+    ) -> None:
+        """Run one backward pass through all workers of a context.
+
+        Raises:
+            TypeError, GradwireError: these are no roots; or "Error on Node N: ...", with what
+                went wrong there as its cause.
+            WorkerLostError: a worker that is needed is gone.
+        """
+        check_call("backward", context_id, roots)
+        context = self.contexts.get(context_id)
+        check_roots(roots)
+        flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
+        with profiled("torch::distributed::autograd::backward"):
+            self._lead(context, flags, Start(roots, [None] * len(roots)))
+
+    def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
+        self,
+        context_id: int,
+        outputs: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        grad_outputs: Sequence[Tensor | None] | None = None,
+        *,
+        retain_graph: bool | None = None,
+        create_graph: bool = False,
+        allow_unused: bool = False,
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients of `outputs` with respect to `inputs`, both of this worker.
+
+        As `torch.autograd.grad`, along all paths, also those through other workers. Nothing is
+        kept in the context.
+
+        Raises:
+            GradwireError: as `backward`; or an input is not used and that is not allowed.
+        """
+        check_call("grad", context_id, outputs)
+        check_call("grad", context_id, inputs)
+        context = self.contexts.get(context_id)
+        gradients = [None] * len(outputs) if grad_outputs is None else grad_outputs
+        if grad_outputs is None:
+            check_roots(outputs)
+        for output in outputs:
+            check_history(output)
+        retain = create_graph if retain_graph is None else retain_graph
+        flags = RETAIN * retain | CREATE * create_graph | QUIET
+        wanted = [get_gradient_edge(tensor) for tensor in inputs]
+        found = self._lead(context, flags, Start(outputs, gradients, wanted))
+        if None in [None if g is None else 0 for g in found] and not allow_unused:
+            raise GradwireError(
+                "one of the inputs is not used to compute the outputs; if that is meant, "
+                "give allow_unused=True"
+            )
+        return found
+
+    def _lead(
+        self, context: Context, flags: int, start: Start
+    ) -> tuple[Tensor | None, ...]:
+        part = Part(self, context, self._passes.next(), flags)
+        with context.lock:
+            if context.is_released:
+                raise unknown(context.id)
+            part.lock.acquire()  # others wait until it has begun
+            context.parts[part.number] = part
+        found = part.lead(start)
+        if isinstance(part.outcome, Failed):
+            raise self._error(part.outcome, part.error)
+        return tuple(found)
+
+    def _error(self, failed: Failed, error: BaseException | None) -> BaseException:
+        if error is None:
+            name = self._calls.members.name(failed.worker)
+            error = revive(failed, name, pickles=self.pickles)
+        return to_raise(failed, error)
+
+    # What parts need
+
+    def request(self, to: int, message: Any) -> CallFuture:
+        return self._calls.request(to, message, _FOR_EVER)
+
+    def ask(self, to: int, message: Any) -> Any:
+        return self._calls.ask(to, message, _FOR_EVER)
+
+    # What others say
+
+    def _on_step(self, sender: int, step: Step) -> Any:
+        context = self.contexts.arrived(step.context)
+        context.known.add(sender)
+        with context.lock:
+            part = context.parts.get(step.number)
+            if part is None and step.number in context.ended:
+                is_engager = context.ended.get(step.number) == sender
+                return answer_after(None, is_engager)
+            if part is None and context.is_released:
+                error = unknown(context.id)
+                return pack(describe(error, self.me, pickles=self.pickles))
+            if part is None:
+                new = Part(self, context, step.number, step.flags, sender)
+                new.lock.acquire()  # others wait until it has begun
+                context.parts[step.number] = new
+        return new.engage(sender, step) if part is None else part.step(sender, step)
+
+    def _on_abort(self, sender: int, abort: Abort) -> None:
+        context = self.contexts.arrived(abort.context)
+        with context.lock:
+            part = context.parts.get(abort.number)
+            if part is None:
+                context.ended.add(abort.number)
+        failed = unpack(abort.failed)
+        if part is not None and isinstance(failed, Failed):
+            part.end(failed)
+
+    def _on_release(self, sender: int, release: Release) -> None:
+        self.release(release.context, sender)
+
+    def _tell_release(self, worker: int, context_id: int, tries: int) -> None:
+        def answered() -> None:
+            try:
+                future.value()
+            except (WorkerLostError, ClosedError):
+                pass  # it has gone, or we have
+            except Exception as error:  # noqa: BLE001 whatever it is: once more
+                if tries > 1:
+                    again = partial(self._tell_release, worker, context_id, tries - 1)
+                    self.executor.call_at(time.monotonic() + _PAUSE, again)
+                else:
+                    log.warning("context %d stays on %d: %s", context_id, worker, error)
+
+        try:
+            future = self._calls.request(
+                worker, Release(context_id), _PATIENCE, in_haste=False
+            )
+        except GradwireError:
+            return
+        future.on_done(answered)
+
+    def _worker_gone(self, info: WorkerInfo) -> None:
+        for context in self.contexts:
+            context.known.discard(info.id)
+            for part in list(context.parts.values()):
+                part.worker_gone(info.id, info.name)
+            if owner(context.id) == info.id:  # nobody else would end it
+                self.release(context.id)
+
+    def close(self) -> None:
+        """End all contexts here; nobody is told."""
+        self._unsubscribe()
+        for context in self.contexts:
+            self.contexts.remove(context.id)
+            for part in context.clear():
+                part.released()

@@ -1,0 +1,103 @@
+"""What one worker has to run in one pass: the segments of its graph, and how to run one.
+
+Knows nothing of messages or of the order in which segments are run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from . import engine
+from .contexts import Context
+from .engine import Job, Start
+from .gradients import keep
+from .graph import Segment, cut
+from .messages import QUIET
+from .nodes import Crossing, Gradients, Run
+from .passes import Piece, Plan
+from .replicas import replicated, swapped_in
+
+
+class Work:
+    """The sources of a pass on a worker, as they are when it is made."""
+
+    def __init__(self, context: Context, start: Start, flags: int) -> None:
+        with context.lock:
+            sends, recvs = dict(context.sends), dict(context.recvs)
+        roots = [root.grad_fn for root in start.roots]
+        self._context = context
+        self._start = start
+        self._flags = flags
+        self._segments = cut(roots, list(sends.values()), context.id)
+        self._lock = threading.Lock()
+        self.wanted: list[Tensor | None] = [None] * len(start.wanted)
+        self.plan = Plan(
+            [_piece(segment) for segment in self._segments],
+            {number: send.crossing.worker for number, send in sends.items()},
+            {number: recv.crossing.worker for number, recv in recvs.items()},
+        )
+
+    def has_roots(self, piece: int) -> bool:
+        return bool(self._segments[piece].roots)
+
+    def is_last(self, piece: int, recv: int) -> bool:
+        """Whether a run of a piece is about to end when it comes to this recv."""
+        return recv in self._segments[piece].last
+
+    def is_whole(self, piece: int, sends: Sequence[int]) -> bool:
+        """Whether these are all the sends of a piece."""
+        return len(sends) == len(self._segments[piece].sends)
+
+    def narrow(self, piece: int, sends: Sequence[int]) -> list[int]:
+        """Leave out the other sends of a piece; the recvs that are still reached."""
+        whole = self._segments[piece]
+        kept = [send for send in whole.sends if send.crossing.id in sends]
+        roots = [self._start.roots[index].grad_fn for index in whole.roots]
+        parts = cut(roots, kept, self._context.id)
+        recvs = [recv for part in parts for recv in part.recvs]
+        leaves = list({leaf for part in parts for leaf in part.leaves})
+        last = {r.id: whole.last[r.id] for r in recvs if r.id in whole.last}
+        self._segments[piece] = Segment(whole.roots, kept, leaves, recvs, last)
+        return [recv.id for recv in recvs]
+
+    def execute(
+        self, piece: int, run: Run, given: dict[int, Gradients] | None
+    ) -> Sequence[tuple[Crossing, Gradients]]:
+        """Run a piece, and keep the gradients of its leaves; those of recvs not yet delivered.
+
+        `given`: the gradients of its sends, if they are all there.
+
+        Raises:
+            Exception: whatever a backward or a hook raises.
+        """
+        segment, start = self._segments[piece], self._start
+        roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
+        replicas = () if self._flags & QUIET else replicated(segment.leaves)
+        if replicas:
+            job = Job(roots, segment, (), self._flags, None)
+            leaves = [node.variable for node in segment.leaves]
+            with swapped_in(self._context, [*leaves, *replicas]):
+                engine.accumulate(job, run)
+            return ()
+        job = Job(roots, segment, start.wanted, self._flags, given)
+        found = engine.execute(job, run)
+        if found.leaves:
+            keep(self._context, segment.leaves, found.leaves, self._flags)
+        for index, gradient in enumerate(found.wanted):
+            if gradient is not None:
+                with self._lock:
+                    before = self.wanted[index]
+                    total = gradient if before is None else before + gradient
+                    self.wanted[index] = total
+        return found.recvs
+
+
+def _piece(segment: Segment) -> Piece:
+    return Piece(
+        tuple([send.crossing.id for send in segment.sends]),
+        tuple([recv.id for recv in segment.recvs]),
+        bool(segment.roots),
+    )

@@ -1,0 +1,63 @@
+"""Exceptions as messages, and messages as exceptions: their own type, where it can be sent."""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from typing import Any
+
+import torch
+
+from .. import errors
+from ..errors import RemoteError
+from .messages import Failure
+from .pickling import PickleSerializer, Serializer
+
+
+def describe_failure(
+    error: BaseException, pickler: Serializer | None, trace: str | None = None
+) -> Failure:
+    """An exception as a message; without a pickler, as text only."""
+    trace = trace or "".join(traceback.format_exception(error)).rstrip()
+    beside: list[torch.Tensor] = []
+    pickled = None
+    if pickler is not None:
+        try:
+            pickled = pickler.dumps(error, beside)
+        except Exception:  # noqa: BLE001 user code
+            beside = []  # its text has to do
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 user code
+        message = "<it cannot be put in words>"
+    return Failure(type(error).__qualname__, message, trace, pickled, beside)
+
+
+def shorten(failure: Failure, most: int) -> Failure:
+    """Its beginning and the end of its trace, which fit into every limit."""
+    message, trace = failure.message[:most], failure.trace[-most:]
+    return Failure(failure.type_name[:most], message, trace, None, [])
+
+
+def revive_failure(failure: Failure, worker: str) -> Exception:
+    """The exception to raise here for a failure over there: its own type, where possible."""
+    cause = RemoteError(worker, failure.type_name, failure.message, failure.trace)
+    error: Any = None
+    if failure.pickled is not None:
+        try:
+            pickler = PickleSerializer({}, same_main=True)
+            error = pickler.loads(failure.pickled, failure.tensors)
+        except Exception:  # noqa: BLE001 user code
+            error = None  # its type cannot be made here: the cause has the text
+    else:
+        name = failure.type_name
+        kind = getattr(builtins, name, None) or getattr(errors, name, None)
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            try:
+                error = kind(failure.message)
+            except TypeError:
+                error = None
+    if not isinstance(error, Exception):
+        return cause
+    error.__cause__ = cause
+    return error

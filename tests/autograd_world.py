@@ -1,0 +1,104 @@
+"""A world with distributed autograd, without the codec: tensors cross by hand.
+
+`transfer` does what a message that carries tensors will do: record at the one end, copy, record at
+the other.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from gradwire.autograd.service import Autograd
+from gradwire.testing import World
+from gradwire.worker import Worker
+
+ENOUGH = 20.0
+"""Seconds that nothing takes, unless it hangs."""
+
+
+class Autograds:
+    """The services of some workers."""
+
+    world: World
+
+    def __init__(self, workers: Sequence[Worker]) -> None:
+        self.services = [worker.autograd for worker in workers]
+
+    def __getitem__(self, index: int) -> Autograd:
+        return self.services[index]
+
+    def __len__(self) -> int:
+        return len(self.services)
+
+    def transfer(
+        self, src: int, dst: int, context_id: int, tensors: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """The tensors as they arrive."""
+        there = self[dst].contexts.arrived(context_id)
+        here = self[src].contexts.arrived(context_id)
+        number = self[src].record_send(here, dst, tensors)
+        copies = [tensor.detach().clone() for tensor in tensors]
+        if number is None:
+            self[dst].record_recv(there, src, None, ())
+            return copies
+        pairs = zip(tensors, copies, strict=True)
+        recorded = [copy for tensor, copy in pairs if tensor.requires_grad]
+        self[dst].record_recv(there, src, number, recorded)
+        return copies
+
+    def close(self) -> None:
+        for service in self.services:
+            service.close()
+
+    def passes(self) -> int:
+        return sum(s.debug_info()["num_current_backward_passes"] for s in self.services)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        """Look until it is so, for what no event tells."""
+        deadline = time.monotonic() + ENOUGH
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+    def contexts(self) -> int:
+        return sum(s.debug_info()["num_autograd_contexts"] for s in self.services)
+
+
+@contextmanager
+def autograds(size: int, **options: Any) -> Iterator[Autograds]:
+    """A world with distributed autograd."""
+    with World(size, **options) as world:
+        services = Autograds(world.workers)
+        services.world = world
+        try:
+            yield services
+        finally:
+            services.close()
+
+
+class Raises(Function):
+    """Raises in its backward, while switched on."""
+
+    is_on = True
+    error: Callable[[], Exception] = staticmethod(
+        lambda: ValueError("this backward fails")
+    )
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        if Raises.is_on:
+            raise Raises.error()
+        return gradients[0]
+
+
+def doubles(*shape: int) -> Tensor:
+    return torch.rand(*shape, dtype=torch.float64, requires_grad=True)

@@ -1,0 +1,102 @@
+"""Random programs over several workers give the gradients that local autograd gives.
+
+The world has fixed size and is used for many programs, so what one leaves behind meets the next.
+"""
+
+import random
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autograd_programs import check, check_twice, draw, make_leaves, recorded
+from autograd_world import Autograds, Raises, autograds
+from conftest import FUZZ
+from gradwire.errors import GradwireError
+from gradwire.transport.faulty import Faults
+from sockets_world import together
+
+WORKERS = 5
+ROUNDS = 5
+
+
+@pytest.fixture(autouse=True)
+def _switch_off() -> Iterator[None]:
+    Raises.is_on = False
+    yield
+    Raises.is_on = True
+
+
+def test_programs_that_hypothesis_draws() -> None:
+    with autograds(WORKERS) as world:
+
+        @settings(max_examples=150 * FUZZ)
+        @given(st.data())
+        def program(data: st.DataObject) -> None:
+            def choose(limit: int) -> int:
+                return data.draw(st.integers(0, limit - 1))
+
+            check(draw(choose, most_workers=WORKERS), world)
+
+        program()
+        assert world.passes() == 0
+        assert world.contexts() == 0
+
+
+@pytest.fixture(params=["in order", "overtaking", "delayed and repeated"])
+def world(request: pytest.FixtureRequest, fuzz_seed: int) -> Iterator[Autograds]:
+    faults = Faults(delay=0.2, repeat=0.2, longest_delay=0.003)
+    options = {
+        "in order": {},
+        "overtaking": {"seed": fuzz_seed},
+        "delayed and repeated": {"seed": fuzz_seed, "faults": faults},
+    }[request.param]
+    with autograds(WORKERS, **options) as world:
+        yield world
+
+
+def test_longer_programs(world: Autograds, fuzz_seed: int) -> None:
+    chance = random.Random(fuzz_seed)
+    for _ in range(ROUNDS):
+        program = draw(chance.randrange, most_workers=WORKERS, most_steps=80)
+        check(program, world, passes=1 + chance.randrange(3))
+    assert world.passes() == 0
+
+
+def test_second_derivatives(world: Autograds, fuzz_seed: int) -> None:
+    chance = random.Random(fuzz_seed)
+    for _ in range(ROUNDS):
+        check_twice(draw(chance.randrange, most_workers=WORKERS), world)
+    assert world.passes() == 0
+
+
+def test_programs_of_several_threads(world: Autograds, fuzz_seed: int) -> None:
+    def work(number: int) -> None:
+        chance = random.Random(fuzz_seed * 10 + number)
+        for _ in range(5):
+            check(draw(chance.randrange, most_workers=WORKERS), world, passes=2)
+
+    together(*(partial(work, number) for number in range(4)))
+    assert world.passes() == 0
+
+
+def test_programs_that_fail_leave_nothing_waiting(
+    world: Autograds, fuzz_seed: int
+) -> None:
+    chance = random.Random(fuzz_seed)
+    texts: list[str] = []
+    for _ in range(ROUNDS):
+        program = draw(chance.randrange, most_workers=WORKERS, most_steps=60)
+        with recorded(program, make_leaves(program), world) as (context, roots):
+            Raises.is_on = True
+            try:
+                world[program.root_worker].backward(context, roots)
+            except GradwireError as error:
+                texts.append(str(error))
+            finally:
+                Raises.is_on = False
+        world.until(lambda: world.passes() == 0)
+        check(program, world)
+    assert all("this backward fails" in text for text in texts)

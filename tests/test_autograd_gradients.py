@@ -1,0 +1,196 @@
+"""Where gradients go: the context, copied only where they must be; hooks; `.grad` on demand."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import Function
+
+from autograd_world import Autograds, autograds, doubles
+
+close = torch.testing.assert_close
+
+
+class Passes(Function):
+    """Hands its gradient on as it is, to each of its inputs, and notes where it lies."""
+
+    where = 0
+    kept: Tensor | None = None
+    keeps = False
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.count = len(tensors)
+        return tensors[0] * 1
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        sparse = gradient.layout is torch.sparse_coo
+        Passes.where = (gradient._values() if sparse else gradient).data_ptr()
+        Passes.kept = gradient if Passes.keeps else None
+        return (gradient,) * ctx.count
+
+
+class Expands(Function):
+    """Yields a gradient that is one number, seen many times."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        ctx.size = tensor.size()
+        return torch.ones(1)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor) -> Tensor:
+        return torch.ones(1).expand(ctx.size)
+
+
+def gradients(root: Tensor) -> dict[Tensor, Tensor]:
+    with autograds(1) as world, world[0].context() as context:
+        world[0].backward(context, [root])
+        return world[0].get_gradients(context)
+
+
+def test_a_buffer_that_nobody_else_has_is_kept() -> None:
+    a = torch.randn(5, 6, requires_grad=True)
+    found = gradients(Passes.apply(a)[1][0])
+    assert found[a].data_ptr() == Passes.where
+
+
+def test_a_buffer_of_two_leaves_is_copied_for_both() -> None:
+    a, b = (torch.randn(5, 6, requires_grad=True) for _ in range(2))
+    found = gradients(Passes.apply(a, b)[1][0])
+    assert len({found[a].data_ptr(), found[b].data_ptr(), Passes.where}) == 3
+
+
+def test_a_buffer_that_overlaps_itself_is_copied() -> None:
+    a, b = (torch.randn(5, 6, requires_grad=True) for _ in range(2))
+    found = gradients(Expands.apply(Passes.apply(a, b)))
+    assert found[a].is_contiguous()
+    assert Passes.where not in (found[a].data_ptr(), found[b].data_ptr())
+
+
+def test_a_buffer_that_a_backward_keeps_is_copied() -> None:
+    a = torch.randn(5, 6, requires_grad=True)
+    Passes.keeps = True
+    try:
+        found = gradients(Passes.apply(a)[1][0])
+        assert found[a].data_ptr() != Passes.where
+    finally:
+        Passes.keeps, Passes.kept = False, None
+
+
+def test_views_of_one_buffer_are_copied() -> None:
+    a, b = (torch.randn(6, requires_grad=True) for _ in range(2))
+    found = gradients((Passes.apply(a.view(2, 3)) + b.view(2, 3)).tanh().sum())
+    assert (
+        found[a].untyped_storage().data_ptr() != found[b].untyped_storage().data_ptr()
+    )
+
+
+def test_a_gradient_is_laid_out_like_its_leaf() -> None:
+    a = torch.randn(3, 4).t().requires_grad_()
+    found = gradients((a * torch.randn(4, 3)).sum())
+    assert found[a].stride() == a.stride()
+
+
+def test_a_sparse_buffer_is_kept() -> None:
+    a = torch.randn(10, 3, requires_grad=True)
+    where, offsets = torch.tensor([1, 2, 4, 5, 4, 3, 2, 9]), torch.tensor([0, 4])
+    matrix = Passes.apply(a)
+    bag = torch.nn.functional.embedding_bag(where, matrix, offsets, sparse=True)
+    found = gradients(bag.sum())
+    assert found[a].is_sparse
+    assert found[a]._values().data_ptr() == Passes.where
+
+
+def test_dense_and_sparse_gradients_of_a_leaf_add_up() -> None:
+    with autograds(1) as world, world[0].context() as context:
+        a = torch.randn(4, 2, requires_grad=True)
+        picked = torch.nn.functional.embedding(torch.tensor([1]), a, sparse=True).sum()
+        for roots in ([picked], [(a * 2).sum()]):
+            world[0].backward(context, roots, retain_graph=True)
+        expected = torch.full((4, 2), 2.0)
+        expected[1] += 1
+        close(world[0].get_gradients(context)[a], expected)
+
+
+def test_gradients_that_were_handed_out_are_left_alone() -> None:
+    with autograds(1) as world, world[0].context() as context:
+        a = doubles(3)
+        loss = (a * 2).sum()
+        world[0].backward(context, [loss], retain_graph=True)
+        first = world[0].get_gradients(context)[a]
+        world[0].backward(context, [loss], retain_graph=True)
+        close(first, torch.full_like(a, 2.0))
+        close(world[0].get_gradients(context)[a], torch.full_like(a, 4.0))
+
+
+def test_hooks_of_leaves_are_run_and_change_gradients() -> None:
+    a = doubles(3)
+    a.register_hook(lambda gradient: gradient * 2)
+    close(gradients(a.sum())[a], torch.full_like(a, 2.0))
+
+
+def test_hooks_of_the_nodes_behind_leaves_are_run() -> None:
+    a = doubles(3)
+    double = a + a
+    called: list[str] = []
+    assert double.grad_fn is not None
+    first, second = (node for node, _ in double.grad_fn.next_functions)
+    assert first is not None
+    assert second is not None
+    first.register_hook(lambda *_: called.append("one"))
+    first.register_hook(lambda *_: called.append("two"))
+    gone = second.register_hook(lambda *_: called.append("gone"))
+    gone.remove()
+    found = gradients(double.sum())
+    assert called == ["one", "two"]
+    assert list(found) == [a]
+
+
+def test_an_error_in_a_hook_is_an_error_of_the_pass() -> None:
+    a = doubles(3)
+    made = a * 2
+    assert made.grad_fn is not None
+    node = made.grad_fn.next_functions[0][0]
+
+    def hook(*_: object) -> None:
+        raise ValueError("no")
+
+    assert node is not None
+    node.register_hook(hook)
+    with pytest.raises(RuntimeError, match="Error on Node 0: no"):
+        gradients(made.sum())
+
+
+def everywhere(world: Autograds, context: int) -> tuple[Tensor, Tensor, Tensor]:
+    """A loss on worker 0, and the leaves of workers 0 and 1 that it depends on."""
+    a, b = doubles(3), doubles(3)
+    (there,) = world.transfer(0, 1, context, [a])
+    (back,) = world.transfer(1, 0, context, [there * b])
+    return back.sum(), a, b
+
+
+def test_accumulate_also_fills_grad_on_all_workers() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        loss, a, b = everywhere(world, context)
+        seen: list[Tensor] = []
+        a.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf))
+        a.grad = torch.ones_like(a)
+        world[0].backward(context, [loss], accumulate=True)
+        close(a.grad, 1 + b.detach())
+        close(b.grad, a.detach())
+        close(world[0].get_gradients(context), {a: b.detach()})
+        assert len(seen) == 1
+        assert seen[0] is a
+        assert b.grad is not world[1].get_gradients(context)[b]
+
+
+def test_grad_is_otherwise_left_alone() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        loss, a, b = everywhere(world, context)
+        world[0].backward(context, [loss])
+        assert a.grad is None
+        assert b.grad is None
