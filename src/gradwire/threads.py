@@ -30,7 +30,7 @@ Task = Callable[[], object]
 log = logging.getLogger("gradwire")
 
 _TICK = 0.001  # how long a queue may stand still before a thread is added
-_LINGER_TICKS = 50  # ticks without work before the monitor sleeps: waking it costs more
+_LINGER_TICKS = 10  # ticks without work before the monitor sleeps: waking it costs more
 _IDLE = 2.0  # how long a thread without work stays
 
 
@@ -81,6 +81,13 @@ class Executor:
     def call_at(self, when: float, task: Task) -> None:
         """Submit `task` when the monotonic clock shows `when`."""
         self._monitor.schedule(when, task)
+
+    def look_at(self, when: float, look: Task) -> None:
+        """Have the monitor call `look` when the clock shows `when`. It must be quick.
+
+        No thread is woken for it but the monitor, and that not for longer.
+        """
+        self._monitor.schedule(when, look, is_quick=True)
 
     def waiting(self) -> AbstractContextManager[None]:
         """Around a wait for something that other tasks may bring about."""
@@ -266,13 +273,13 @@ class _Monitor:
         self._asleep = False
         self._started = threading.Lock()
         self._lock = threading.Lock()
-        self._timers: list[tuple[float, int, Task]] = []
+        self._timers: list[tuple[float, int, Task, bool]] = []
         self._order = itertools.count()
         self._wake_at = float("inf")
 
-    def schedule(self, when: float, task: Task) -> None:
+    def schedule(self, when: float, task: Task, *, is_quick: bool = False) -> None:
         with self._lock:
-            heapq.heappush(self._timers, (when, next(self._order), task))
+            heapq.heappush(self._timers, (when, next(self._order), task, is_quick))
             first = when < self._wake_at
         if first:
             self.rouse()
@@ -295,8 +302,11 @@ class _Monitor:
         executor = self._executor
         quiet = taken = 0
         while not executor._closed:
-            for task in self._due():
-                executor.submit(task)
+            for task, is_quick in self._due():
+                if is_quick:
+                    _run(task)
+                else:
+                    executor.submit(task)
             quiet = 0 if executor.backlog else quiet + 1
             taken = executor.add_if_stuck(taken)
             self._asleep = quiet > _LINGER_TICKS
@@ -315,13 +325,13 @@ class _Monitor:
             self._wake_at = first if self._asleep else min(first, now + _TICK)
         return None if self._wake_at == float("inf") else self._wake_at - now
 
-    def _due(self) -> list[Task]:
+    def _due(self) -> list[tuple[Task, bool]]:
         now = time.monotonic()
         due = []
         with self._lock:
             self._wake_at = float("-inf")  # awake: nobody needs to ring
             while self._timers and self._timers[0][0] <= now:
-                due.append(heapq.heappop(self._timers)[2])
+                due.append(heapq.heappop(self._timers)[2:])
         return due
 
 

@@ -63,9 +63,9 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A worker → those its context knows: the context is over. Passed on by whoever has it."""
+    """A worker → those its contexts know: these are over. Passed on by whoever has one."""
 
-    context: int
+    contexts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

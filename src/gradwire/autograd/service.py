@@ -8,17 +8,15 @@ contexts everywhere.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from ..errors import ClosedError, GradwireError, WorkerLostError
+from ..errors import GradwireError
 from ..events import Event
 from ..ids import WorkerInfo
 from ..rpc.futures import CallFuture
@@ -44,13 +42,12 @@ from .messages import (
     unpack,
 )
 from .parts import Part
+from .releases import Releases
 
 log = logging.getLogger("gradwire")
 
 _FOR_EVER = 0.0  # a backward may take its time; a lost worker is noticed
 _PATIENCE = 10.0  # seconds until a release that is not answered is said again
-_TRIES = 5
-_PAUSE = 0.5
 
 
 class _Named(Protocol):
@@ -108,6 +105,7 @@ class Autograd:
         self.contexts = Contexts(self.me)
         self._calls = calls
         self._passes = Numbers(self.me)
+        self._releases = Releases(executor, self._tell_release)
         calls.handle(STEP, Step, self._on_step, is_spread=True)
         calls.handle(ABORT, Abort, self._on_abort)
         calls.handle(RELEASE, Release, self._on_release, in_haste=False)
@@ -143,7 +141,7 @@ class Autograd:
         for part in context.clear():
             part.released()
         for worker in context.known - {self.me, told_by}:
-            self._tell_release(worker, context_id, _TRIES)
+            self._releases.add(worker, context_id)
 
     def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:
         """The gradients of this worker's leaves.
@@ -314,28 +312,11 @@ class Autograd:
             part.end(failed)
 
     def _on_release(self, sender: int, release: Release) -> None:
-        self.release(release.context, sender)
+        for context_id in release.contexts:
+            self.release(context_id, sender)
 
-    def _tell_release(self, worker: int, context_id: int, tries: int) -> None:
-        def answered() -> None:
-            try:
-                future.value()
-            except (WorkerLostError, ClosedError):
-                pass  # it has gone, or we have
-            except Exception as error:  # noqa: BLE001 whatever it is: once more
-                if tries > 1:
-                    again = partial(self._tell_release, worker, context_id, tries - 1)
-                    self.executor.call_at(time.monotonic() + _PAUSE, again)
-                else:
-                    log.warning("context %d stays on %d: %s", context_id, worker, error)
-
-        try:
-            future = self._calls.request(
-                worker, Release(context_id), _PATIENCE, in_haste=False
-            )
-        except GradwireError:
-            return
-        future.on_done(answered)
+    def _tell_release(self, worker: int, release: Release) -> CallFuture:
+        return self._calls.request(worker, release, _PATIENCE, in_haste=False)
 
     def _worker_gone(self, info: WorkerInfo) -> None:
         for context in self.contexts:

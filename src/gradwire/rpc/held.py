@@ -1,7 +1,8 @@
 """Requests that are held back for a moment, because what follows decides how they best travel.
 
 At most one per worker. It goes out before the next message to that worker, when someone waits, or
-`_HOLD` seconds later; unless whoever holds it takes it back, to send it in another way.
+`_HOLD` seconds later; unless whoever holds it takes it back, to send it in another way. It is only
+done where it pays: after a few requests in a row that would have been taken back, until one is not.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from ..wire.frames import Parcel
 from .calls import Pending
 from .peers import Peer
 
-_HOLD = 0.002
+_HOLD = 0.005
+_CONVINCING = 3
 
 
 class Held(NamedTuple):
@@ -35,26 +37,40 @@ class HeldBack:
         self._send = send
         self._lock = threading.Lock()
         self._held: dict[int, Held] = {}
-        self._flush_due = False
+        self._since: dict[int, float] = {}  # by worker
+        self._last = 0  # the last request that could be held back
+        self._streak = 0  # requests in a row of which it was worth it
+        self._is_watched = False
 
     def __len__(self) -> int:
         return len(self._held)
 
     def hold(self, held: Held) -> None:
-        """Keep a request back; the one before it goes out."""
+        """Keep a request back if that pays; the one before it goes out."""
         with self._lock:
-            before = self._held.get(held.peer.id)
-            self._held[held.peer.id] = held
-            wake, self._flush_due = not self._flush_due, True
+            before = self._held.pop(held.peer.id, None)
+            if before is not None or self._last:
+                self._streak = 0  # it was not taken back
+            self._last = held.pending.call
+            pays = self._streak >= _CONVINCING
+            if pays:
+                self._held[held.peer.id] = held
+                self._since[held.peer.id] = time.monotonic()
+            watch = pays and not self._is_watched
+            self._is_watched |= pays
         if before is not None:
-            before.parcel.can_wait = True
             self._send(before)
-        if wake:
-            self._executor.call_at(time.monotonic() + _HOLD, self._flush_late)
+        if not pays:
+            self._send(held)
+        if watch:
+            self._executor.look_at(time.monotonic() + _HOLD, self._look)
 
     def take(self, to: int, call: int) -> Held | None:
         """A call's request, if it has not gone out; then it does not."""
         with self._lock:
+            if call == self._last:
+                self._last = 0
+                self._streak += 1
             held = self._held.get(to)
             if held is None or held.pending.call != call:
                 return None
@@ -81,6 +97,18 @@ class HeldBack:
         for to in list(self._held):
             self.flush(to)
 
-    def _flush_late(self) -> None:
-        self._flush_due = False
-        self.flush_all()
+    def _look(self) -> None:
+        """Now and then, while requests are held back: see to those that nobody takes."""
+        now = time.monotonic()
+        with self._lock:
+            self._is_watched = bool(self._since)
+            late = any(now - self._since[to] >= _HOLD for to in self._held)
+            self._since = {
+                to: when for to, when in self._since.items() if to in self._held
+            }
+            if late:
+                self._streak = 0
+        if late:
+            self._executor.submit(self.flush_all)
+        if self._is_watched:
+            self._executor.look_at(now + _HOLD, self._look)

@@ -16,7 +16,7 @@ from ..rpc.futures import CallFuture
 from .custody import Custody
 from .messages import Notes, Recall
 
-_GATHER = 0.005  # seconds that notes may wait for others
+_GATHER = 0.02  # seconds that notes may wait for others
 _RETRY = 2.0  # seconds without an answer before it is said again
 _LOOK = 0.25  # seconds between looks at what is unanswered
 
