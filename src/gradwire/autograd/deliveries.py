@@ -6,10 +6,15 @@ arrive at another in the same context: a send here, a recv there, for later pass
 
 from __future__ import annotations
 
+import torch
+from torch import Tensor
+
 from ..errors import ProtocolError
 from .contexts import Context, Numbers
 from .messages import CREATE, Delivery
 from .nodes import Crossing, Gradients
+
+_SMALL = 4096  # elements
 
 
 def make(
@@ -24,8 +29,15 @@ def make(
         if traced:
             link, linked = numbers.next(), tuple([i for i, _ in traced])
             context.add_send(link, recv.worker, [g for _, g in traced])
-    bare = tuple([g if g is None else g.detach() for g in gradients])
+    bare = tuple([g if g is None else _compact(g.detach()) for g in gradients])
     return recv.id, bare, link, linked
+
+
+def _compact(gradient: Tensor) -> Tensor:
+    """Small gradients in order, such as the expanded one of a sum: they travel faster so."""
+    if gradient.layout is torch.strided and gradient.numel() <= _SMALL:
+        return gradient.contiguous()
+    return gradient
 
 
 def take(context: Context, sender: int, delivery: Delivery) -> Gradients:

@@ -46,7 +46,7 @@ from .passes import (
     Wake,
     Words,
 )
-from .talk import Talk
+from .talk import Look, Talk
 from .work import Work
 
 _NO_PLAN = Plan((), {}, {})
@@ -81,7 +81,7 @@ class Part:
         self._gradients: dict[int, Gradients] = {}
         self._bells: dict[int, Bell] = {}
         self._held: dict[int, list[Delivery]] = {}  # by worker
-        self._talk = Talk(desk, context, number, flags, self._answered)
+        self._talk = Talk(desk, context, number, flags)
         self._answer: torch.futures.Future[Any] | None = None
         self._ended = Bell()
 
@@ -216,7 +216,8 @@ class Part:
             sends.append(delivery[0])
         return sends
 
-    def _answered(self, to: int, look: Callable[[], Any], is_free: bool) -> None:
+    def _answered(self, to: int, look: Look, is_free: bool = False) -> None:
+        """An answer came. `is_free`: this thread has nothing else to do, and may wait."""
         try:
             outcome = messages.unpack(look())
             if isinstance(outcome, Failed):
@@ -244,7 +245,7 @@ class Part:
             elif isinstance(action, Narrow):
                 self._narrow(action.piece, action.sends)
             elif isinstance(action, Tell):
-                self._talk.post(action.to, action.words, ())
+                self._talk.post(action.to, action.words, (), self._answered)
             elif isinstance(action, Wake):
                 self._wake(action.send)
             elif isinstance(action, Finish):
@@ -290,10 +291,11 @@ class Part:
                 leaving.append((engager, self._progress.speak(engager), last))
         is_free = is_free and not actions and not engine.is_inside()
         if is_free and len(leaving) == 1 and self._talk.is_alone_with(leaving[0][0]):
-            self._talk.ask(*leaving[0])
+            to = leaving[0][0]
+            self._answered(to, self._talk.ask(*leaving[0]), is_free=True)
             return
         for message in leaving:
-            self._talk.post(*message)
+            self._talk.post(*message, self._answered)
         if last and actions and isinstance(actions[-1], Finish):
             actions.pop()
             self._conclude(Done(tuple(last)))
@@ -357,7 +359,7 @@ class Part:
     def _send(self, to: int, delivery: Delivery) -> None:
         with self.lock:
             words = self._progress.speak(to)
-        self._talk.post(to, words, (delivery,))
+        self._talk.post(to, words, (delivery,), self._answered)
 
 
 class _Exchange:

@@ -12,52 +12,50 @@ from .desk import Desk
 from .messages import Delivery, Failed, Step
 from .passes import Words
 
-Answered = Callable[[int, Callable[[], Any], bool], None]
+Look = Callable[[], Any]
 
 _GLANCE = 0.05  # seconds that a look at one answer may take
 
 
 class Talk:
-    """What is said in a pass.
+    """What is said in a pass. Looking at an answer may raise."""
 
-    `answered(to, look, is_free)` is told of answers; looking may raise. If it is free, the thread
-    that brings the answer has nothing else to do, and may wait.
-    """
-
-    def __init__(
-        self, desk: Desk, context: Context, number: int, flags: int, answered: Answered
-    ) -> None:
+    def __init__(self, desk: Desk, context: Context, number: int, flags: int) -> None:
         self._desk = desk
         self._context = context
         self._about = context.id, number, flags
-        self._answered = answered
         self._futures: list[CallFuture] = []
 
     def is_alone_with(self, worker: int) -> bool:
         """Whether no third worker can fail while one waits for this one."""
         return self._context.known <= {self._desk.me, worker}
 
-    def ask(self, to: int, words: Words, leaving: Sequence[Delivery]) -> None:
+    def ask(self, to: int, words: Words, leaving: Sequence[Delivery]) -> Look:
         """Say something, and wait for the answer."""
         try:
             answer = self._desk.ask(to, self._step(words, leaving))
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
-            self._answered(to, _raising(error), True)
-        else:
-            self._answered(to, lambda: answer, True)
+            return _raising(error)
+        return lambda: answer
 
-    def post(self, to: int, words: Words, leaving: Sequence[Delivery]) -> None:
-        """Say something; the answer comes by itself."""
+    def post(
+        self,
+        to: int,
+        words: Words,
+        leaving: Sequence[Delivery],
+        answered: Callable[[int, Look], None],
+    ) -> None:
+        """Say something; `answered` is told of the answer."""
         try:
             future = self._desk.request(to, self._step(words, leaving))
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
-            self._answered(to, _raising(error), False)
+            answered(to, _raising(error))
             return
         self._futures.append(future)
 
         def came() -> None:
             self._futures.remove(future)
-            self._answered(to, future.value, False)
+            answered(to, future.value)
 
         future.on_done(came)
 
@@ -88,7 +86,7 @@ class Talk:
         return Step(*self._about, *words, *messages.flatten(leaving))
 
 
-def _raising(error: Exception) -> Callable[[], Any]:
+def _raising(error: Exception) -> Look:
     def look() -> Any:
         raise error
 
