@@ -483,11 +483,11 @@ def test_contexts_of_a_lost_worker_end() -> None:
 def test_a_release_that_is_lost_is_said_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from gradwire.autograd import service
+    from gradwire.autograd import releases, service
 
     monkeypatch.setattr(service, "_PATIENCE", 0.05)
-    monkeypatch.setattr(service, "_PAUSE", 0.01)
-    monkeypatch.setattr(service, "_TRIES", 100)
+    monkeypatch.setattr(releases, "_PAUSE", 0.01)
+    monkeypatch.setattr(releases, "_TRIES", 100)
     faults = Faults(drop=0.5, kinds=frozenset([service.RELEASE]))
     with autograds(2, seed=3, faults=faults) as world:
         for _ in range(10):

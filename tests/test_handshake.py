@@ -149,12 +149,18 @@ def test_a_version_mismatch_says_both_versions(
 
 @pytest.mark.parametrize(
     ("verdict", "reason"),
-    [(Verdict.WRONG_WORKER, "wrong_worker"), (Verdict.CLOSING, "closing"), (99, "99")],
+    [(Verdict.WRONG_WORKER, "wrong_worker"), (99, "99")],
 )
 def test_a_refusal_says_why(verdict: Verdict, reason: str) -> None:
     hello = hello_bytes()
     with pytest.raises(ProtocolError, match=f"it refuses: {reason}"):
         prove(KEY, hello, challenge(KEY, hello, verdict))
+
+
+def test_a_worker_that_is_about_to_leave_cannot_be_reached() -> None:
+    hello = hello_bytes()
+    with pytest.raises(ConnectionRefusedError, match="about to leave"):
+        prove(KEY, hello, challenge(KEY, hello, Verdict.CLOSING))
 
 
 def test_a_refusal_by_someone_without_the_key_is_not_believed() -> None:

@@ -192,7 +192,7 @@ class Worker:
         return {
             "calls_in_flight": self._agent.caller.in_flight,
             **self.autograd.debug_info(),
-            **self.references.info(self._agent.members.name),
+            **self.references.debug_info(),
         }
 
     def barrier(self, timeout: float | None = None) -> None:

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import ClosedError, ProtocolError, WorkerLostError
+from ..errors import ClosedError, ProtocolError, StaleReferenceError, WorkerLostError
 from ..events import Event
 from ..ids import WorkerInfo
 from ..options import Options
@@ -231,6 +231,8 @@ class Agent:
         try:
             message, value = self._run(sender, frame)
             if type(value) is Later:
+                if value.begin is not None:
+                    value.begin()
                 value = value.future.wait()
         except BaseException as error:  # noqa: BLE001 user code
             return self._codec.failure(error, peer.manner)
@@ -266,6 +268,8 @@ class Agent:
             self._reply(peer, call, parcel)
 
         value.future.add_done_callback(finished)
+        if value.begin is not None:
+            value.begin()
 
     def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
         message = self._codec.open(frame, sender)
@@ -291,6 +295,8 @@ class Agent:
                 parcel = self._codec.result(value, peer.manner, context)
             parcel.can_wait = type(message) in self._patient
             return parcel
+        except (WorkerLostError, StaleReferenceError) as error:  # of a reference in it
+            return self._codec.failure(error, peer.manner)
         except Exception as error:  # noqa: BLE001 user code
             what = describe(getattr(message, "function", message))
             kind = type(value)

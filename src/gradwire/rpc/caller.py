@@ -24,11 +24,12 @@ from ..threads import Bell, Executor
 from ..transport.base import Transport
 from ..wire.codec import Codec
 from ..wire.failures import revive_failure
-from ..wire.frames import Frame, Freight, Parcel
+from ..wire.frames import Frame, Parcel
 from ..wire.functions import describe
 from ..wire.messages import RESULT, Call, Failure
 from .calls import CallsInFlight, Pending
-from .futures import CallFuture, Fate, settle
+from .ends import account, after, fail
+from .futures import CallFuture, Fate, fresh_copy, settle
 from .held import Held, HeldBack
 from .peers import Peer
 
@@ -151,11 +152,12 @@ class Caller:
             value = self._exchange(held.peer, held.parcel, what, min(seconds, left))
         except CallTimeout as error:
             if left <= seconds:
-                future.set_exception(error)
+                future.set_exception(fresh_copy(error))
                 raise
             raise CallTimeout(error.call, error.worker, seconds) from None
         except WorkerLostError as error:
-            future.set_exception(error)
+            if error.worker == held.peer.name:  # and not of a reference in the answer
+                future.set_exception(fresh_copy(error))
             raise
         finally:
             if not future.done():
@@ -173,20 +175,26 @@ class Caller:
             if pending is None:
                 return  # too late, or repeated
             self._opening.add(frame.call)
-        for freight in pending.freight:
-            _account(freight, frame.kind == RESULT)
-        future = pending.answer
+        account(pending.freight, arrived=frame.kind == RESULT)
+        future, call = pending.answer, frame.call
         try:
             value = self._open(peer, future.fate.what, frame)
         except Exception as error:  # noqa: BLE001 user code
+            self._opening.discard(call)
             future.set_exception(error)
             return
-        finally:
-            self._opening.discard(frame.call)
-        if frame.waits:  # not here: this thread reads for others too
-            self._executor.submit(lambda: settle(future, lambda: _after(frame, value)))
-        else:
+        if not frame.waits:
+            self._opening.discard(call)
             future.set_result(value)
+            return
+
+        def finish() -> None:
+            try:
+                settle(future, lambda: after(frame, value))
+            finally:
+                self._opening.discard(call)
+
+        self._executor.submit(finish)  # not here: this thread reads for others too
 
     def worker_gone(self, worker: int, reason: str) -> None:
         """Fail what waits for a worker that is no more."""
@@ -196,7 +204,7 @@ class Caller:
         if held is not None:
             orphans.append(held.pending)
         for pending in orphans:
-            _fail(pending, WorkerLostError(pending.answer.fate.worker, reason))
+            fail(pending, WorkerLostError(pending.answer.fate.worker, reason))
 
     def close(self) -> None:
         """Fail what is in flight."""
@@ -204,14 +212,14 @@ class Caller:
             orphans = [p for p in self._calls if self._calls.answered(p.call)]
         orphans += [held.pending for held in self._held.drop_all()]
         for pending in orphans:
-            _fail(pending, ClosedError("this worker was shut down"))
+            fail(pending, ClosedError("this worker was shut down"))
 
     def wait_quiet(self) -> None:
         """Wait until nothing is in flight from here."""
         self._held.flush_all()
         for pending in self._calls:
             self._wait_for(pending.answer, None)
-        while self._exchanging:
+        while self._exchanging or self._opening:
             time.sleep(0.001)  # other threads of this process; each ends by itself
 
     def encode(self, peer: Peer, call: Call) -> Parcel:
@@ -248,12 +256,11 @@ class Caller:
             except TimeoutError:
                 raise CallTimeout(describe(what), peer.name, seconds) from None
             arrived = frame.kind == RESULT
-            return _after(frame, self._open(peer, what, frame))
+            return after(frame, self._open(peer, what, frame))
         finally:
             with self._lock:
                 del self._exchanging[number]
-            for freight in parcel.freight:
-                _account(freight, arrived)
+            account(parcel.freight, arrived=arrived)
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:
@@ -313,7 +320,7 @@ class Caller:
         with self._lock:
             pending = self._calls.answered(call)
         if pending is not None:
-            _fail(pending, error)
+            fail(pending, error)
 
     def _wait_for(self, future: CallFuture, deadline: float | None) -> None:
         """Wait until a future is done, or the deadline."""
@@ -360,7 +367,7 @@ class Caller:
             self._executor.call_at(self._alarm, self._expire)
         for pending in late:
             fate = pending.answer.fate
-            _fail(
+            fail(
                 pending, CallTimeout(describe(fate.what), fate.worker, pending.timeout)
             )
 
@@ -378,23 +385,3 @@ class Caller:
         if type(message) is Failure:
             raise revive_failure(message, peer.name)
         return message.value
-
-
-def _after(frame: Frame, value: Any) -> Any:
-    """The value of a frame, when all that has to come before is done."""
-    for wait in frame.waits:
-        wait.wait()
-    return value
-
-
-def _account(freight: Freight, arrived: bool) -> None:
-    if arrived:
-        freight.delivered()
-    else:
-        freight.in_doubt()
-
-
-def _fail(pending: Pending, error: Exception) -> None:
-    for freight in pending.freight:
-        freight.in_doubt()
-    pending.answer.set_exception(error)

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections import Counter
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -100,8 +101,9 @@ class Collectives:
                 waiter=(own, future),
             )
         if complete is not None:
-            _answer(complete)
-        elif own:
+            # When this one will be answered too: what follows our own answer may be that we leave.
+            return Later(future, partial(_answer, complete))
+        if own:
             self._agent.watch_over_all()  # one that died long ago will not say so
         return Later(future)
 

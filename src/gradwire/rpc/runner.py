@@ -17,12 +17,15 @@ from .futures import Loops
 
 
 class Later:
-    """A result that is not there yet."""
+    """A result that is not there yet. `begin` is called once someone waits for it."""
 
-    __slots__ = ("future",)
+    __slots__ = ("begin", "future")
 
-    def __init__(self, future: torch.Future[Any]) -> None:
+    def __init__(
+        self, future: torch.Future[Any], begin: Callable[[], None] | None = None
+    ) -> None:
         self.future = future
+        self.begin = begin
 
 
 class Failed(NamedTuple):
@@ -57,11 +60,15 @@ class Runner:
         Raises:
             AttributeError: there is none.
         """
-        name = call.function
-        if self._allow is not None:
-            kind = type(value)
-            self._allow.check(f"{kind.__module__}:{kind.__qualname__}.{name}")
-        return self.run_function(getattr(value, name), call)
+        method = call.function
+        if self._allow is None:
+            return self.run_function(getattr(value, method), call)
+        kind = type(value)
+        name = f"{kind.__module__}:{kind.__qualname__}.{method}"
+        self._allow.check(name)
+        function = getattr(value, method)
+        self._allow.check_resolved(name, function)
+        return self.run_function(function, call)
 
     def run_function(self, function: Any, call: Call) -> Any:
         """What a function returns for the arguments of a call, in its modes."""

@@ -111,8 +111,9 @@ class Custody:
     def child_expected(self, token: int, ask_after: float) -> None:
         """The receiver has said that it may still come: ask again."""
         with self._lock:
-            self._doubts[token] = time.monotonic() + ask_after
-            self._expected.add(token)
+            if token in self._ledger.transits():  # and not settled meanwhile
+                self._doubts[token] = time.monotonic() + ask_after
+                self._expected.add(token)
 
     def child_received(self, sender: int, token: int) -> None:
         """Tell the sender of a reply that a reference in it is here."""

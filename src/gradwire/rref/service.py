@@ -18,7 +18,7 @@ from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..rpc import modes
 from ..rpc.agent import Agent, prepare
-from ..rpc.futures import CallFuture, fresh_copy, settle
+from ..rpc.futures import CallFuture, settle
 from ..rpc.peers import Peer
 from ..rpc.runner import Failed, Later, Runner
 from ..threads import Executor
@@ -43,14 +43,12 @@ from .messages import (
     Notes,
     Recall,
     maker_of,
-    spell,
 )
 from .reference import Core, RRef, calling_line
+from .reports import debug_info, describe_held
 from .values import OwnedValue
 
 log = logging.getLogger("gradwire")
-
-_MOST_NAMED = 10
 
 
 class Creation(CallFuture):
@@ -97,7 +95,12 @@ class References:
     # What users do
 
     def own(self, value: Any) -> OwnedValue:
-        """A value of this worker, to be referred to."""
+        """A value of this worker, to be referred to.
+
+        Raises:
+            ClosedError: it is shut down.
+        """
+        self._agent.peer(self.me.id)
         owned = self.estate.new()
         owned.set(value)
         return owned
@@ -128,12 +131,10 @@ class References:
         if held is not None:
             try:
                 return caller.ask_held(held, CREATE_NOW, timeout)
-            except Exception as error:  # noqa: BLE001 the user's, or ours
+            except Exception as error:
                 if not isinstance(error, CallTimeout):  # then it has been told
                     self._creation_failed(core.holding, error)
-                # The creation may keep this one: its frames would keep the reference.
-                error.__context__ = None
-                raise fresh_copy(error.with_traceback(None)) from error.__cause__
+                raise
         # Not by a lane: it would overtake the call that makes the value.
         message = Fetch(core.id, core.holding.fork, part)
         try:
@@ -148,7 +149,16 @@ class References:
         """The future of the value, or of its type."""
         if isinstance(core, OwnedValue):
             future = self._agent.caller.local_future(Fetch, self.me.name)
-            core.when_ready(lambda: settle(future, lambda: _part(core.get(), part)))
+            ends = [future]  # taken by who completes it
+
+            def end(look: Callable[[], Any]) -> None:
+                if ends:
+                    settle(ends.pop(), look)
+
+            core.when_ready(lambda: end(lambda: _part(core.get(), part)))
+            if timeout:
+                late = partial(core.give_up, timeout)
+                self._executor.call_at(time.monotonic() + timeout, lambda: end(late))
             return future
         _ = core.is_confirmed  # if its making has failed, raises why
         message = Fetch(core.id, core.holding.fork, part)
@@ -330,40 +340,16 @@ class References:
 
     def report_leaks(self) -> None:
         """Name the references that are still held at the end of the world."""
-        held = sorted(self._leaked.items())
-        if held:
-            name = self._agent.members.name
-            first = [
-                f"value {spell(h.value)} of {name(h.owner)!r}, from {made_at}"
-                for h, made_at in held[:_MOST_NAMED]
-            ]
-            more = f" and {len(held) - len(first)} more" if held[_MOST_NAMED:] else ""
+        if self._leaked:
             log.warning(
-                "worker %r still holds %d references at its shutdown: %s%s",
+                "worker %r still holds %d references at its shutdown: %s",
                 self.me.name,
-                len(held),
-                "; ".join(first),
-                more,
+                len(self._leaked),
+                describe_held(self._leaked, self._agent.members.name),
             )
 
-    def info(self, name: Callable[[int], str]) -> dict[str, Any]:
-        """Values owned and who holds them, references held, and references on their way."""
-        owned = self.estate.info()
-        for value in owned:
-            value["holders"] = sorted({name(h) for h in value["forks"].values()})
-        held = [
-            {"value": spell(h.value), "owner": name(h.owner), "made_at": made_at}
-            for h, made_at in sorted(self.custody.holdings().items())
-        ]
-        on_their_way = [
-            {
-                "value": spell(t.child.value),
-                "owner": name(t.child.owner),
-                "to": name(t.to),
-            }
-            for t in self.custody.transits()
-        ]
-        return {"owned": owned, "held": held, "on_their_way": on_their_way}
+    def debug_info(self) -> dict[str, Any]:
+        return debug_info(self.estate, self.custody, self._agent.members.name)
 
     def close(self) -> None:
         self.janitor.close()

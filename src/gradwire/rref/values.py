@@ -6,7 +6,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import CallTimeout, RemoteError
 from ..ids import WorkerInfo
@@ -95,9 +95,13 @@ class OwnedValue:
             with executor.waiting():
                 bell.wait_until(deadline)
             if not self.is_ready:
-                what = f"the function that makes value {spell(self.id)}"
-                raise CallTimeout(what, self.owner.name, seconds)
+                self.give_up(seconds)
         return self.get()
+
+    def give_up(self, seconds: float) -> NoReturn:
+        """It did not come within so many seconds."""
+        what = f"the function that makes value {spell(self.id)}"
+        raise CallTimeout(what, self.owner.name, seconds)
 
     def _end(self, result: Any, failed: Failed | None) -> None:
         with self._lock:

@@ -100,6 +100,7 @@ def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
     Raises:
         AuthenticationError: the acceptor does not know the key.
         ProtocolError: the acceptor is something else, or refuses; says why.
+        ConnectionRefusedError: it is about to leave.
     """
     head, mac = answer[: _HEAD.size], answer[_HEAD.size :]
     magic, version, verdict, _, _ = _HEAD.unpack(head)
@@ -109,6 +110,8 @@ def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
         raise ProtocolError(f"it speaks version {version}, this worker {VERSION}")
     if not hmac.compare_digest(mac, _mac(key, b"acceptor", hello, head)):
         raise AuthenticationError("it does not know this world's key")
+    if verdict == Verdict.CLOSING:
+        raise ConnectionRefusedError("it is about to leave")
     if verdict != Verdict.WELCOME:
         reasons = {known.value: known.name.lower() for known in Verdict}
         raise ProtocolError(f"it refuses: {reasons.get(verdict, verdict)}")

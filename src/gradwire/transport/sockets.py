@@ -62,6 +62,7 @@ class SocketTransport:
         self._out: dict[int, OutgoingLink] = {}
         self._in: dict[tuple[int, int], IncomingLink] = {}
         self._replies: dict[int, IncomingLink] = {}
+        self._leaving: set[int] = set()  # workers that have said goodbye
         self._lock = threading.Lock()
         self._making: dict[int, threading.Lock] = {}
         self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
@@ -226,12 +227,17 @@ class SocketTransport:
             self._out = {k: v for k, v in self._out.items() if v is not link}
             self._in = {k: v for k, v in self._in.items() if v is not link}
             self._replies = {k: v for k, v in self._replies.items() if v is not link}
+            if reason is None:
+                self._leaving.add(link.peer)
+            leaves = link.peer in self._leaving
+            if leaves and any(other.peer == link.peer for other in self._links()):
+                return  # answers may still come by the other link, which will end too
         if self._closed:
             return
-        if reason is None:
+        if leaves:
             self._station.receiver.left(link.peer)
         else:
-            self._station.receiver.lost(link.peer, reason)
+            self._station.receiver.lost(link.peer, reason or "")
 
     def _stranger(self, sock: socket.socket) -> None:
         """Someone connects."""
