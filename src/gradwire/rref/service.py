@@ -138,10 +138,19 @@ class References:
         # Not by a lane: it would overtake the call that makes the value.
         message = Fetch(core.id, core.holding.fork, part)
         try:
-            return self._agent.request(core.owner.id, message, timeout).wait()
+            seconds = self._until_made(creation, timeout)
+            return self._agent.request(core.owner.id, message, seconds).wait()
         except GradwireError:
             _ = core.is_confirmed  # if it was never made, raises why
             raise
+
+    def _until_made(self, creation: CallFuture | None, timeout: float | None) -> float:
+        """How long to wait for a value: not longer than for its making."""
+        seconds = self._timeout if timeout is None else timeout
+        if creation is None or creation.deadline == float("inf"):
+            return seconds
+        left = max(creation.deadline - time.monotonic(), 0.001)
+        return min(seconds, left) if seconds else left
 
     def fetch_async(
         self, core: Core, timeout: float | None, part: str = "value"

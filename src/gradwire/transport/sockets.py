@@ -250,7 +250,8 @@ class SocketTransport:
             try:
                 self._greet(sock)
             except (OSError, ProtocolError) as error:
-                log.warning("refused a connection: %s", error)
+                level = logging.DEBUG if self._closed else logging.WARNING
+                log.log(level, "refused a connection: %s", error)
                 sock.close()
             finally:
                 self._strangers.release()
