@@ -108,7 +108,7 @@ class Autograd:
         self._releases = Releases(executor, self._tell_release)
         calls.handle(STEP, Step, self._on_step, is_spread=True)
         calls.handle(ABORT, Abort, self._on_abort)
-        calls.handle(RELEASE, Release, self._on_release, in_haste=False)
+        calls.handle(RELEASE, Release, self._on_release)
         self._unsubscribe = calls.gone.subscribe(self._worker_gone)
 
     def __repr__(self) -> str:
@@ -316,7 +316,7 @@ class Autograd:
             self.release(context_id, sender)
 
     def _tell_release(self, worker: int, release: Release) -> CallFuture:
-        return self._calls.request(worker, release, _PATIENCE, in_haste=False)
+        return self._calls.request(worker, release, _PATIENCE)
 
     def _worker_gone(self, info: WorkerInfo) -> None:
         for context in self.contexts:

@@ -17,7 +17,7 @@ from ..wire.frames import Parcel
 from .calls import Pending
 from .peers import Peer
 
-_HOLD = 0.005
+_HOLD = 0.01
 _CONVINCING = 3
 
 

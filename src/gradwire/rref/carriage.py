@@ -81,9 +81,7 @@ class Carriage:
             )
         adoption = None
         if owner == self._agent.me.id:
-            rref = self._handle(self._estate.find(number, fork))
-            if fork:
-                self._estate.release([(number, fork)])  # the handle keeps it now
+            rref = self._handle(self._estate.use(number, fork))
         else:
             holding = Holding(owner, number, fork)
             made_at = f"received from {self._agent.members.name(sender)}"

@@ -1,9 +1,10 @@
 """The values that one worker owns, and who keeps them alive.
 
 A value lives while a handle here refers to it (plain Python references) or a fork elsewhere does
-(`_kept`, by the books of `OwnerLedger`). `_all` finds it by its number and keeps nothing alive, so
-that a value which refers to itself by a handle is garbage like any other. A value may be asked for
-before the call that makes it has come: it is then awaited, until that call comes or cannot.
+(`_kept`, by the books of `OwnerLedger`). `_used` finds those with handles here by their number, and
+keeps nothing alive: a value which refers to itself by a handle is garbage like any other. A value
+may be asked for before the call that makes it has come: it is then awaited, until that call comes
+or cannot.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Estate:
         self._me = me
         self._lock = threading.Lock()
         self._ledger = OwnerLedger()
-        self._all: WeakValueDictionary[int, OwnedValue] = WeakValueDictionary()
+        self._used: WeakValueDictionary[int, OwnedValue] = WeakValueDictionary()
         self._kept: dict[int, OwnedValue] = {}
         self._awaited: dict[int, OwnedValue] = {}
         self._numbers = itertools.count(1)
@@ -46,13 +47,14 @@ class Estate:
         number = fork_id(self._me.id, next(self._numbers))
         with self._lock:
             self._ledger.fork_released(number, number)  # it is a value's, not a fork's
-            return self._put(number)
+            owned = self._used[number] = OwnedValue(number, self._me)
+            return owned
 
     def begin(self, number: int, creator: int) -> OwnedValue:
         """The call that makes a value has come."""
         with self._lock:
+            owned = self._get(number) or OwnedValue(number, self._me)
             self._awaited.pop(number, None)
-            owned = self._all.get(number) or self._put(number)
             if creator != self._me.id and self._ledger.fork_added(
                 number, number, creator
             ):
@@ -68,7 +70,16 @@ class Estate:
         with self._lock:
             if fork and self._ledger.is_over(fork):
                 raise self._stale(number)
-            return self._all.get(number) or self._await(number)
+            return self._get(number) or self._await(number)
+
+    def use(self, number: int, fork: int) -> OwnedValue:
+        """The value, for a handle here; the fork that brought it here is over."""
+        owned = self.find(number, fork)
+        with self._lock:
+            self._used[number] = owned
+        if fork:
+            self.release([(number, fork)])
+        return owned
 
     def fork(self, owned: OwnedValue, to: int) -> int:
         """A new fork, for another worker."""
@@ -82,7 +93,7 @@ class Estate:
         """Whether a fork that another holder made is counted."""
         with self._lock:
             try:
-                owned = self._all.get(number) or self._await(number)
+                owned = self._get(number) or self._await(number)
             except StaleReferenceError:
                 self._ledger.fork_released(number, fork)
                 return False
@@ -102,7 +113,7 @@ class Estate:
         """The call that makes a value comes now or never."""
         with self._lock:
             owned = self._awaited.pop(number, None)
-            if owned is not None or number not in self._all:
+            if owned is not None or self._get(number) is None:
                 self._ledger.fork_released(number, number)
         if owned is not None:
             text = f"value {spell(number)} was never made: {why}"
@@ -122,18 +133,17 @@ class Estate:
     def close(self) -> None:
         """Let go of everything."""
         with self._lock:
-            kept, self._kept = self._kept, {}
-            self._awaited = {}
-            values = list(self._all.values())
-        for owned in values:
+            values = self._values()
+            self._kept, self._awaited = {}, {}
+        for owned in values.values():
             if not owned.is_ready:  # someone may wait for it
                 owned.fail(ClosedError("this worker was shut down"))
-        del kept
+        del values
 
     def info(self) -> list[dict[str, Any]]:
         """The living values and who holds them, for people."""
         with self._lock:
-            values = sorted(self._all.items())
+            values = sorted(self._values().items())
             return [
                 {
                     "value": spell(number),
@@ -146,14 +156,20 @@ class Estate:
                 for number, owned in values
             ]
 
-    def _put(self, number: int) -> OwnedValue:
-        owned = self._all[number] = OwnedValue(number, self._me)
-        return owned
+    def _get(self, number: int) -> OwnedValue | None:
+        return (
+            self._kept.get(number)
+            or self._awaited.get(number)
+            or self._used.get(number)
+        )
+
+    def _values(self) -> dict[int, OwnedValue]:
+        return {**self._used, **self._awaited, **self._kept}
 
     def _await(self, number: int) -> OwnedValue:
         if not self._ledger.may_come(number):
             raise self._stale(number)
-        owned = self._awaited[number] = self._put(number)
+        owned = self._awaited[number] = OwnedValue(number, self._me)
         return owned
 
     def _stale(self, number: int) -> StaleReferenceError:

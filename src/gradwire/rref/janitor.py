@@ -16,7 +16,7 @@ from ..rpc.futures import CallFuture
 from .custody import Custody
 from .messages import Notes, Recall
 
-_GATHER = 0.02  # seconds that notes may wait for others
+_GATHER = 0.03  # seconds that notes may wait for others
 _RETRY = 2.0  # seconds without an answer before it is said again
 _LOOK = 0.25  # seconds between looks at what is unanswered
 
@@ -74,16 +74,22 @@ class Janitor:
         self._queue.put(None)
 
     def _run(self) -> None:
-        while not self._stop.is_set():
-            try:
-                item = self._queue.get(timeout=_LOOK if self._is_waiting() else None)
-            except Empty:
-                item = None
-            if item is not None:
-                self._queue.put(item)
-            if self._stop.wait(_GATHER):
-                return
+        while not self._stop.wait(
+            _GATHER
+        ):  # each time it wakes disturbs those that poll
+            if self._queue.empty():
+                self._sleep()
+            else:
+                self.tidy()
+
+    def _sleep(self) -> None:
+        """Until there is something to do; then gather for a while."""
+        try:
+            item = self._queue.get(timeout=_LOOK if self._is_waiting() else None)
+        except Empty:
             self.tidy()
+        else:
+            self._queue.put(item)
 
     def _is_waiting(self) -> bool:
         return bool(self._notes or self._recalls or self._custody.has_doubts)
@@ -107,7 +113,7 @@ class Janitor:
 
     def _request(self, worker: int, message: Notes | Recall) -> CallFuture | None:
         try:
-            return self._agent.request(worker, message, _RETRY, in_haste=False)
+            return self._agent.request(worker, message, _RETRY)
         except GradwireError:
             return None  # it is gone, or we are: then there is nothing to say
 

@@ -82,7 +82,7 @@ class References:
         agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
         agent.handle(INVOKE, Invoke, self._invoked, in_context=True)
         agent.handle(FETCH, Fetch, self._fetched, in_context=True)
-        agent.handle(NOTES, Notes, self._noted, in_haste=False)
+        agent.handle(NOTES, Notes, self._noted)
         agent.handle(RECALL, Recall, self._recalled)
         agent.gone.subscribe(self._worker_gone)
         self.carriage = Carriage(
