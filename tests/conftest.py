@@ -12,6 +12,7 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 from torch.distributed import TCPStore
 
@@ -35,6 +36,7 @@ def pytest_sessionstart() -> None:
     # used once here, it is not taken for a leak of the first test that needs it.
     resource_tracker.ensure_running()  # multiprocessing
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # libuv, in torch
+    torch.ones((), requires_grad=True).backward()  # torch's engine, and CUDA with it
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -78,7 +80,9 @@ def _descriptors() -> Iterator[str]:
         return
     for number in os.listdir(folder):
         try:
-            yield f"descriptor {number} ({os.readlink(f'{folder}/{number}')})"
+            path = os.readlink(f"{folder}/{number}")
+            if not path.startswith("/dev/nvidia"):  # the driver's own
+                yield f"descriptor {number} ({path})"
         except FileNotFoundError:
             continue  # closed meanwhile, as the one that lists the folder always is
 

@@ -30,7 +30,8 @@ def recv(*tensors: torch.Tensor) -> Recv:
 
 def test_a_send_is_a_node_over_exactly_its_tensors() -> None:
     one, two = torch.ones(3, requires_grad=True), torch.ones(2, requires_grad=True)
-    node = send(one, two * 2).node
+    sent = send(one, two * 2)
+    node = sent.node
     assert node.name() == PREFIX + "SendRpcBackward"
     (leaf, _), (mul, _) = node.next_functions
     assert leaf.name() == "torch::autograd::AccumulateGrad"
