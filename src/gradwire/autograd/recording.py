@@ -32,10 +32,12 @@ class Recording:
         with self._contexts.entered(self._contexts.arrived(number)):
             return handling()
 
-    def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int:
-        """A message of a context leaves, with these tensors that need gradients."""
+    def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int | None:
+        """A message of a context leaves, with these tensors that need gradients; its mark."""
         context = self._contexts.arrived(number)
-        return self._autograd.record_send(context, to, tensors) or 0
+        mark = self._autograd.record_send(context, to, tensors) or 0
+        # Whoever is known by now will be told of its end. Others must not hear of it any more.
+        return None if context.is_released else mark
 
     def arrived(
         self, number: int, mark: int, sender: int, tensors: list[Tensor]

@@ -38,7 +38,31 @@ E = TypeVar("E", bound=BaseException)
 _NONE_YET = object()
 
 
-class CallFuture(torch.futures.Future[Any]):
+class Future(torch.futures.Future[Any]):
+    """A future whose callbacks see the context variables of where they were given, as in asyncio.
+
+    So do those of what `then` returns.
+    """
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        made = Future()
+
+        def finish(inner: Any) -> None:
+            try:
+                value = inner.value()
+            except Exception:  # noqa: BLE001 user code
+                made._set_unwrap_func(lambda _: inner.value())  # the same at every look
+                value = None
+            made.set_result(value)
+
+        super().then(_with_variables(callback)).add_done_callback(finish)
+        return made
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        super().add_done_callback(_with_variables(callback))
+
+
+class CallFuture(Future):
     """The result of a call, when it comes."""
 
     def __init__(
@@ -86,15 +110,15 @@ class CallFuture(torch.futures.Future[Any]):
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         self.fate.seen = True
-        return super().then(_with_variables(callback))
+        return super().then(callback)
 
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         self.fate.seen = True
-        super().add_done_callback(_with_variables(callback))
+        super().add_done_callback(callback)
 
     def on_done(self, wake: Callable[[], None]) -> None:
         """Be woken at the end, without having looked at the result."""
-        super().add_done_callback(lambda _: wake())
+        torch.futures.Future.add_done_callback(self, lambda _: wake())
 
     def set_exception(self, result: Exception) -> None:
         self.keep = None
@@ -147,7 +171,7 @@ def fresh_copy(error: E) -> E:
 
 
 def _with_variables(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A callback that sees the context variables of where it was given, as in asyncio."""
+    """A callback that sees the context variables of where it was given."""
     if not callable(callback):
         return callback  # torch says what is wrong with it
     variables = contextvars.copy_context()

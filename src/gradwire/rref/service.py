@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -157,21 +158,26 @@ class References:
     ) -> CallFuture:
         """The future of the value, or of its type."""
         if isinstance(core, OwnedValue):
-            future = self._agent.caller.local_future(Fetch, self.me.name)
-            ends = [future]  # taken by who completes it
-
-            def end(look: Callable[[], Any]) -> None:
-                if ends:
-                    settle(ends.pop(), look)
-
-            core.when_ready(lambda: end(lambda: _part(core.get(), part)))
-            if timeout:
-                late = partial(core.give_up, timeout)
-                self._executor.call_at(time.monotonic() + timeout, lambda: end(late))
-            return future
+            return self._fetch_here(core, timeout, part)
         _ = core.is_confirmed  # if its making has failed, raises why
         message = Fetch(core.id, core.holding.fork, part)
         return _keeping(core, self._agent.request(core.owner.id, message, timeout))
+
+    def _fetch_here(
+        self, owned: OwnedValue, timeout: float | None, part: str
+    ) -> CallFuture:
+        future = self._agent.caller.local_future(Fetch, self.me.name)
+        completes = threading.Lock()  # taken, for ever, by who completes it
+
+        def end(look: Callable[[], Any]) -> None:
+            if completes.acquire(blocking=False):
+                settle(future, look)
+
+        owned.when_ready(lambda: end(lambda: _part(owned.get(), part)))
+        if timeout:
+            late = partial(owned.give_up, timeout)
+            self._executor.call_at(time.monotonic() + timeout, lambda: end(late))
+        return future
 
     def invoke(
         self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None

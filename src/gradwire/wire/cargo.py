@@ -37,8 +37,11 @@ class Recorder(Protocol):
     def current(self) -> int:
         """The context of this thread; 0 for none."""
 
-    def leaving(self, context: int, to: int, tensors: list[torch.Tensor]) -> int:
-        """A message of a context leaves, with these; its mark, 0 if there is nothing to record."""
+    def leaving(self, context: int, to: int, tensors: list[torch.Tensor]) -> int | None:
+        """A message of a context leaves, with these; its mark, 0 if there is nothing to record.
+
+        None: the context is over, and the message leaves without it.
+        """
 
     def arrived(
         self, context: int, mark: int, sender: int, tensors: list[torch.Tensor]

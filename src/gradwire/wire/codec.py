@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 import pickle
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -213,6 +214,8 @@ class Codec:
         if frame.scope and self._recorder is not None:
             noted = [tensor for _, tensor in sorted(cargo.tensors.items())]
             found = (noted or _recorded(arrived)) if frame.mark else []
+            if len(arrived) > 1:
+                _set_apart(found, arrived)
             self._recorder.arrived(frame.scope, frame.mark, sender, found)
         return self._from_fields(frame.kind, fields)
 
@@ -281,8 +284,9 @@ class Codec:
         assert self._recorder is not None
         if not torch.is_grad_enabled():
             found = []
-        parcel.scope = context
-        parcel.mark = self._recorder.leaving(context, manner.to, found)
+        mark = self._recorder.leaving(context, manner.to, found)
+        if mark is not None:
+            parcel.scope, parcel.mark = context, mark
 
     def _general(
         self, kind: int, fields: tuple[Any, ...], manner: Manner, context: int = 0
@@ -301,13 +305,13 @@ class Codec:
             body = b"".join((*packed.head, data))
             parcel = Parcel(kind, encoding, body, packed.bulk, packed.bulk_length)
             parcel.check(self._limits)
+            if context:
+                noted = list(cargo.tensors.values()) or _recorded(found)
+                self._record(parcel, context, manner, noted)
         except BaseException:
             cargo.take_back()
             raise
         parcel.freight = cargo.freight
-        if context:
-            noted = list(cargo.tensors.values()) or _recorded(found)
-            self._record(parcel, context, manner, noted)
         return parcel
 
     def _serializer(self, manner: Manner, cargo: Cargo) -> tuple[int, Serializer]:
@@ -322,6 +326,24 @@ class Codec:
 def _recorded(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors that need gradients."""
     return [v for v in values if type(v) is torch.Tensor and v.requires_grad]
+
+
+def _set_apart(found: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
+    """Give each tensor that gets a history memory of its own.
+
+    If they shared some, changing one in place would change others behind autograd's back.
+    """
+    shares = Counter(map(_place, arrived))
+    for tensor in found:
+        if shares[_place(tensor)] > 1:
+            tensor.data = tensor.data.clone()
+
+
+def _place(tensor: torch.Tensor) -> int:
+    """Where its memory is; a number of its own where that is not one piece."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return -id(tensor)
+    return tensor.untyped_storage().data_ptr()
 
 
 def _fields(message: Any) -> tuple[Any, ...]:
