@@ -29,13 +29,21 @@ from gradwire.testing import World
 
 close = torch.testing.assert_close
 
+LARGE = 40_000
+"""Elements that do not fit into a message itself."""
+
 weights: dict[str, Tensor] = {}
 """What each worker computes with."""
+
+_hooked, _resume = threading.Event(), threading.Event()
+"""A backward has come to where it waits, and may go on (`weigh_hooked`)."""
 
 
 @pytest.fixture(autouse=True)
 def fresh() -> None:
     Raises.is_on = True
+    _hooked.clear()
+    _resume.clear()
     weights.clear()
     weights.update({f"worker{i}": doubles(3) for i in range(4)})
 
@@ -256,6 +264,17 @@ def test_a_value_fetched_several_times() -> None:
         local = (w * w * weighed(w, 2)).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
         see_gradients(world, ctx, local, own)
+
+
+def test_a_value_made_before_the_context_began() -> None:
+    with world_of(2) as world:
+        rref = gw.remote("worker1", weigh, (torch.ones(3),))
+        assert rref.to_here().grad_fn is None
+        with gw.context() as ctx:
+            gw.backward(ctx, [(rref.to_here() ** 2).sum()])
+            local = (weighed(torch.ones(3), 1) ** 2).sum()
+            see_gradients(world, ctx, local, [[], [weights["worker1"]]])
+        del rref
 
 
 class Layer:
@@ -646,6 +665,29 @@ def test_what_arrived_can_be_changed_in_place() -> None:
         see_gradients(world, ctx, (a * b + c).sum(), [[x, y], []])
 
 
+def change_views(tensors: list[Tensor]) -> Tensor:
+    first, second, whole, constant = tensors
+    whole.mul_(3)
+    first.add_(second)
+    constant.zero_()
+    return first * second * whole[:2]
+
+
+@pytest.mark.parametrize("size", [4, LARGE])
+def test_views_of_one_tensor_do_not_share_memory_once_they_have_a_history(
+    size: int,
+) -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        x = doubles(size)
+        h = x * 2
+        views = [h[:2], h[1:3], h, h.detach()]
+        y = gw.rpc_sync("worker1", change_views, (views,))
+        gw.backward(ctx, [(y * y).sum()], retain_graph=True)
+        local = change_views([view.clone() for view in views])
+        close(y, local)
+        see_gradients(world, ctx, (local * local).sum(), [[x], []])
+
+
 def sparse(*, grad: bool = True) -> Tensor:
     places = torch.tensor([[0, 1, 1], [2, 0, 2]])
     made = torch.sparse_coo_tensor(
@@ -680,6 +722,26 @@ def test_sparse_times_dense() -> None:
         found = gw.get_gradients(ctx)
         close(found[s].to_dense(), gs.to_dense())
         close(found[x], gx)
+
+
+def test_gradients_of_leaves_in_other_sparse_layouts() -> None:
+    with world_of(2), gw.context() as ctx:
+        s = torch.eye(3, dtype=torch.float64).to_sparse_csr().requires_grad_()
+        x = doubles(3, 2)
+        y = gw.rpc_sync("worker1", torch.matmul, (s, x))
+        gw.backward(ctx, [(y**2).sum()])
+        gs, gx = torch.autograd.grad((torch.matmul(s, x) ** 2).sum(), [s, x])
+        found = gw.get_gradients(ctx)
+        close(found[s].to_dense(), gs.to_dense())
+        close(found[x], gx)
+
+
+def test_a_value_fetched_without_gradients_has_no_history() -> None:
+    with world_of(2), gw.context():
+        rref = gw.remote("worker1", torch.mul, (doubles(3), 2))
+        assert rref.to_here().grad_fn is not None
+        with torch.no_grad():
+            assert rref.to_here().grad_fn is None
 
 
 bags: list[nn.EmbeddingBag] = []
@@ -766,9 +828,6 @@ def test_only_what_needs_a_gradient_is_recorded(spread: bool) -> None:
 
 def split_spread(*mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return split(list(mixed))
-
-
-LARGE = 40_000
 
 
 @two_ways
@@ -969,6 +1028,24 @@ def test_calls_of_others_are_not_of_this_context() -> None:
         future.wait()
 
 
+@pytest.mark.parametrize("func", [weigh_by_then, weigh_by_await, weigh_in_a_thread])
+def test_nothing_is_recorded_by_functions_that_answer_later(func: Any) -> None:
+    with world_of(3) as world, gw.context() as ctx:
+        with torch.no_grad():
+            gw.rpc_sync("worker1", func, (doubles(3),))
+        assert recorded(world, ctx) == [(0, 0), (0, 0), (0, 0)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_what_cannot_be_recorded_is_not_sent() -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        nested = torch.nested.as_nested_tensor([doubles(2), doubles(3)])
+        with pytest.raises(RuntimeError, match="NestedTensorImpl"):
+            gw.rpc_sync("worker1", same, ((gw.RRef(1), nested),))
+        assert [len(c.sends) for c in known(world, ctx)] == [0]
+    # And the world ended: nobody waits for the reference to arrive.
+
+
 # The graph
 
 
@@ -1117,6 +1194,30 @@ def test_a_context_released_while_its_call_runs() -> None:
             result = future.wait()
         assert result.grad_fn is None
         see_nothing_left(world)
+
+
+class EndsContexts:
+    """Takes until there is no context any more to be pickled."""
+
+    def __reduce__(self) -> Any:
+        contexts = current_worker().autograd.contexts
+        until(lambda: not len(contexts))
+        return same, (1,)
+
+
+def call_late(x: Tensor) -> None:
+    held()
+    gw.rpc_sync("worker2", same, ((EndsContexts(), x),))
+
+
+def test_a_call_that_leaves_when_its_context_is_over() -> None:
+    with world_of(3) as world, holding() as hold:
+        with gw.context():
+            future = gw.rpc_async("worker1", call_late, (doubles(3),))
+            assert hold.entered.wait(ENOUGH)
+            hold.release.set()
+        future.wait()
+        assert [len(worker.autograd.contexts) for worker in world.workers] == [0] * 3
 
 
 def open_context() -> int:
@@ -1301,6 +1402,21 @@ def test_a_pass_that_needs_nobody_else() -> None:
         see_gradients(world, ctx, (x * x).sum(), [[x], []])
 
 
+def test_a_pass_while_a_call_is_under_way() -> None:
+    with world_of(3) as world, gw.context() as ctx, holding() as hold:
+        x = doubles(3)
+        h = x * 2
+        y = gw.rpc_sync("worker1", weigh, (h,))
+        future = gw.rpc_async("worker1", weigh_held, (y,))
+        gw.backward(ctx, [y.sum()], retain_graph=True)
+        hold.release.set()
+        gw.backward(ctx, [future.wait().sum()], retain_graph=True)
+        y = weighed(x * 2, 1)
+        local = y.sum() + weighed(weighed(y, 2), 1).sum()
+        own = [[x], [weights["worker1"]], [weights["worker2"]]]
+        see_gradients(world, ctx, local, own)
+
+
 # Calls that fail
 
 
@@ -1440,9 +1556,6 @@ def test_a_worker_that_dies_in_a_pass() -> None:
             _resume.set()
             killer.join()
         see_nothing_left(world)
-
-
-_hooked, _resume = threading.Event(), threading.Event()
 
 
 def weigh_hooked(x: Tensor) -> Tensor:

@@ -45,7 +45,7 @@ def keep(
 
 def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
     """A gradient that shares no memory with anything, laid out like its leaf."""
-    if gradient.layout is not torch.strided:
+    if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
         return gradient if is_ours else gradient.clone()
     strides = gradient.stride()
     is_dense = gradient.is_contiguous() or 0 not in strides

@@ -20,6 +20,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import GradwireError
 from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Crossing, Send
 
 _LIFT = 1 << 40
@@ -59,7 +60,7 @@ def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segme
     would have to be run at the same time.
 
     Raises:
-        RuntimeError: it has tensors in it that arrived in another context.
+        GradwireError: it has tensors in it that arrived in another context.
     """
     walk = _walk([*roots, *(send.node for send in sends)])
     count = len(roots)
@@ -78,7 +79,7 @@ def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segme
     for segment in segments.values():
         for recv in segment.recvs:
             if recv.context != context:
-                raise RuntimeError(
+                raise GradwireError(
                     f"a tensor that arrived in context {recv.context} is part of a "
                     f"backward pass in context {context}"
                 )

@@ -178,8 +178,9 @@ class Codec:
         """A message of an upper layer as a parcel."""
         kind, fields = self._kinds[type(message)], _fields(message)
         context = 0
-        if type(message) in self._in_context and self._recorder is not None:
-            context = self._recorder.current()
+        if self._recorder is not None and type(message) in self._in_context:
+            # Without gradients, what is asked for is sent without them, too.
+            context = self._recorder.current() if torch.is_grad_enabled() else 0
         values = (*fields[:-1], *fields[-1]) if kind in self._spread else fields
         parcel = self._short(Subject(kind), values, manner, context)
         if parcel is None:

@@ -163,10 +163,7 @@ def recorded(number: int, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def needs_grad(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and (
-        type(tensor).__reduce_ex__ in _PLAIN_REDUCTIONS
-        or hasattr(tensor, "__tensor_flatten__")
-    )
+    return tensor.requires_grad and type(tensor).__reduce_ex__ in _PLAIN_REDUCTIONS
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
@@ -174,7 +171,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
     bare = tensor.detach()
     if isinstance(tensor, torch.nn.Parameter):
         bare = torch.nn.Parameter(bare, requires_grad=False)
-    if type(tensor) is not torch.Tensor and not hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) is not torch.Tensor:
         vars(bare).update(vars(tensor))
     return bare
 
