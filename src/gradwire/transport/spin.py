@@ -23,13 +23,16 @@ class Spin:
         self._seconds = seconds
         self._busy = False
 
-    def look(self, attempt: Callable[[], T | None]) -> T | None:
-        """What `attempt` finds within a short while; None if nothing, or if another spins."""
+    def look(self, attempt: Callable[[], T | None], times: int = 1) -> T | None:
+        """What `attempt` finds within a short while; None if nothing, or if another spins.
+
+        `times`: how many times as long to look as usual.
+        """
         if self._busy or not self._seconds:
             return None
         self._busy = True
         now = time.perf_counter
-        end = now() + self._seconds
+        end = now() + self._seconds * times
         try:
             while (found := attempt()) is None:
                 if now() > end:
@@ -53,12 +56,14 @@ class Patience:
         self._next_skips = 0
         self._streak = 0
 
-    def look(self, spin: Spin, attempt: Callable[[], T | None]) -> T | None:
+    def look(
+        self, spin: Spin, attempt: Callable[[], T | None], times: int = 1
+    ) -> T | None:
         """What spinning finds; None at once where it has not paid lately."""
         if self._skips:
             self._skips -= 1
             return None
-        found = spin.look(attempt)
+        found = spin.look(attempt, times)
         if found is None:
             self._streak = 0
             self._next_skips = min(2 * self._next_skips + 1, self._MOST_SKIPS)

@@ -26,6 +26,7 @@ from .spin import Patience, Spin
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
+_ALONE = 3  # times as long a look for one that waits for a frame and nothing else
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
 _PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
@@ -249,13 +250,13 @@ class Stream:
         self.writer.segments = pool
         self.reader.segments = segments
 
-    def read(self, deadline: float | None, spin: Spin | None) -> None:
+    def read(self, deadline: float | None, spin: Spin | None, times: int = 1) -> None:
         """Wait for something to come, and take it in.
 
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
         """
-        if spin is not None and self._patience.look(spin, self._attempt):
+        if spin is not None and self._patience.look(spin, self._attempt, times):
             return
         try:
             self.reader.pull()
@@ -263,10 +264,10 @@ class Stream:
             poll_until(self._readable, deadline)
 
     def next_frame(self, deadline: float | None, spin: Spin | None = None) -> Frame:
-        """The next frame; waits for it."""
+        """The next frame; waits for it. Only that: so looking for longer disturbs nobody."""
         frames = self.reader.frames
         while not frames:
-            self.read(deadline, spin)
+            self.read(deadline, spin, _ALONE)
         return frames.popleft()
 
     def _attempt(self) -> bool | None:
