@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -26,6 +27,7 @@ from .spin import Patience, Spin
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
+_NAP = 0.5  # seconds
 _ALONE = 3  # times as long a look for one that waits for a frame and nothing else
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
@@ -189,8 +191,9 @@ class StreamWriter:
                 )
             except BlockingIOError:
                 with self._waiting():
-                    poll_until(self._writable, deadline)
-                self.drained_at = time.monotonic()
+                    drained = poll_until(self._writable, deadline)
+                if drained:
+                    self.drained_at = time.monotonic()
                 continue
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.popleft())
@@ -212,18 +215,20 @@ def _in_stream(call: int, parcel: Parcel) -> deque[memoryview]:
     return buffers
 
 
-def poll_until(poll: select.poll, deadline: float | None) -> None:
-    """Sleep until the poll has something.
+def poll_until(poll: select.poll, deadline: float | None) -> bool:
+    """Sleep until the poll has something, or a little less; whether it has.
 
     Raises:
         TimeoutError: the deadline came first.
     """
-    if deadline is None:
-        poll.poll()
-    else:
-        poll.poll(max(0.0, deadline - time.monotonic()) * 1000)
-        if time.monotonic() >= deadline:
-            raise TimeoutError
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    if threading.current_thread() is threading.main_thread():
+        # A Ctrl-C that comes just before the sleep does not end it: look now and then.
+        left = _NAP if left is None else min(left, _NAP)
+    found = poll.poll(None if left is None else left * 1000)
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimeoutError
+    return bool(found)
 
 
 class Stream:
