@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradwireError
+from .graph import enter_late
 from .nodes import Crossing, Recv, Send, make_recv, make_send
 
 _COUNT_BITS = 48
@@ -107,9 +108,7 @@ class Context:
     def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
         send = make_send(Crossing(number, to, self.id, len(tensors)), tensors)
         with self.lock:
-            # While waiting for its gradients it must come last of all that is ready, and before
-            # the ones made earlier (`graph.py`).
-            send.node._set_sequence_nr(len(self.sends))
+            enter_late(send, len(self.sends))
             self.sends[number] = send
         return send
 

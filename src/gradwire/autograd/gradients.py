@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..wire.memory import place
 from .contexts import Context, add
 from .messages import ACCUMULATE, CREATE
 
@@ -33,7 +34,7 @@ def keep(
             continue
         leaf = node.variable
         if not flags & CREATE:
-            is_ours = is_ours and _storage(gradient) not in shared
+            is_ours = is_ours and place(gradient) not in shared
             gradient = gradient.detach() if gradient.requires_grad else gradient
             gradient = _own(leaf, gradient, is_ours=is_ours)
         context.add_gradient(leaf, gradient)
@@ -59,15 +60,8 @@ def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
 
 
 def _shared_storages(captured: Sequence[Tensor | None]) -> set[int]:
-    counts = Counter(_storage(gradient) for gradient in captured)
+    counts = Counter(place(gradient) for gradient in captured if gradient is not None)
     return {storage for storage, count in counts.items() if count > 1}
-
-
-def _storage(gradient: Tensor | None) -> int:
-    """Where its memory is; a number of its own where that is not one piece."""
-    if gradient is None or gradient.layout is not torch.strided:
-        return -id(gradient)
-    return gradient.untyped_storage().data_ptr()
 
 
 def _accumulate(context: Context, leaf: Tensor, gradient: Tensor) -> None:

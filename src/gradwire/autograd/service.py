@@ -10,15 +10,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
 from ..errors import GradwireError
-from ..events import Event
 from ..ids import WorkerInfo
+from ..rpc.agent import Agent
 from ..rpc.futures import CallFuture
 from ..threads import Executor
 from .checks import check_call, check_history, check_roots
@@ -50,53 +50,11 @@ _FOR_EVER = 0.0  # a backward may take its time; a lost worker is noticed
 _PATIENCE = 10.0  # seconds until a release that is not answered is said again
 
 
-class _Named(Protocol):
-    @property
-    def id(self) -> int: ...
-
-
-class _Names(Protocol):
-    def name(self, worker: int) -> str: ...
-
-
-class Calls(Protocol):
-    """What is needed of the layer that sends messages (`rpc/agent.py`)."""
-
-    gone: Event[WorkerInfo]
-
-    @property
-    def me(self) -> _Named: ...
-
-    @property
-    def members(self) -> _Names: ...
-
-    def request(
-        self,
-        to: int,
-        message: Any,
-        timeout: float | None = None,
-        *,
-        in_haste: bool = True,
-    ) -> CallFuture: ...
-
-    def ask(self, to: int, message: Any, timeout: float | None = None) -> Any: ...
-
-    def handle(
-        self,
-        kind: int,
-        message: type,
-        handler: Any,
-        *,
-        in_haste: bool = True,
-        is_spread: bool = False,
-    ) -> None: ...
-
-
 class Autograd:
     """Distributed autograd on one worker. `pickles`: errors may travel pickled."""
 
     def __init__(
-        self, calls: Calls, executor: Executor, *, pickles: bool = True
+        self, calls: Agent, executor: Executor, *, pickles: bool = True
     ) -> None:
         self.me = calls.me.id
         self.executor = executor

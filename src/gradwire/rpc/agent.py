@@ -26,6 +26,7 @@ from ..wire.functions import describe
 from ..wire.messages import FAILURE, RESULT, Call
 from . import modes
 from .caller import Caller
+from .ends import after
 from .futures import CallFuture
 from .members import Members
 from .peers import Peer
@@ -177,17 +178,11 @@ class Agent:
         return self.caller.call_async(self.peer(to), call, timeout)
 
     def request(
-        self,
-        to: int,
-        message: Any,
-        timeout: float | None = None,
-        *,
-        in_haste: bool = True,
+        self, to: int, message: Any, timeout: float | None = None
     ) -> CallFuture:
-        """Send an upper layer's message, soon if there is no haste; the future of its answer."""
+        """Send an upper layer's message; the future of its answer."""
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
-        parcel.can_wait = not in_haste
         return self.caller.post(peer, parcel, type(message), timeout)
 
     def ask(self, to: int, message: Any, timeout: float | None = None) -> Any:
@@ -272,9 +267,7 @@ class Agent:
             value.begin()
 
     def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
-        message = self._codec.open(frame, sender)
-        for wait in frame.waits:
-            wait.wait()
+        message = after(frame, self._codec.open(frame, sender))
         handler = self._handlers[type(message)]
         if frame.scope and self._in_context is not None:
             handling = partial(handler, sender, message)

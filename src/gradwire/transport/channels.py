@@ -251,10 +251,9 @@ class CallerChannel(Channel):
         self._answered = 0
 
     def post(self, call: int, parcel: Parcel) -> None:
-        """Send a request; held back a moment if it can wait or many are under way."""
+        """Send a request; held back a moment if many are under way."""
         self._posted += 1
-        many = self._posted - self._answered > _MOST_HELD
-        self.send(call, parcel, more=many or parcel.can_wait)
+        self.send(call, parcel, more=self._posted - self._answered > _MOST_HELD)
 
     def attend(self, call: int, answer: Answer, deadline: float | None) -> None:
         """Wait for an answer, reading if nobody else does."""

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import NotAllowedError, ProtocolError
-from . import plain, tensors
+from . import memory, plain, tensors
 from .cargo import Cargo, Carrier, Recorder
 from .failures import describe_failure, shorten
 from .frames import Frame, Limits, Parcel
@@ -334,17 +334,10 @@ def _set_apart(found: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
 
     If they shared some, changing one in place would change others behind autograd's back.
     """
-    shares = Counter(map(_place, arrived))
+    shares = Counter(map(memory.place, arrived))
     for tensor in found:
-        if shares[_place(tensor)] > 1:
+        if shares[memory.place(tensor)] > 1:
             tensor.data = tensor.data.clone()
-
-
-def _place(tensor: torch.Tensor) -> int:
-    """Where its memory is; a number of its own where that is not one piece."""
-    if tensor.layout is not torch.strided or not tensor.numel():
-        return -id(tensor)
-    return tensor.untyped_storage().data_ptr()
 
 
 def _fields(message: Any) -> tuple[Any, ...]:

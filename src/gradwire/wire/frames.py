@@ -70,7 +70,7 @@ class Parcel:
     mark: int = 0
     freight: Sequence[Freight] = ()
     can_wait: bool = False
-    """It may be held back for a moment, to travel with others."""
+    """An answer that may be held back for a moment, to travel with others."""
 
     def header(self, call: int, segment: int = 0) -> bytes:
         return HEADER.pack(

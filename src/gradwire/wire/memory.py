@@ -42,3 +42,10 @@ def write(tensor: torch.Tensor, data: bytes | memoryview) -> None:
 def view(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in place. Holds no reference: keep the tensor meanwhile."""
     return memoryview(_arrays[tensor.nbytes].from_address(tensor.data_ptr())).cast("B")
+
+
+def place(tensor: torch.Tensor) -> int:
+    """Where its memory is; a number of its own where that is not one piece."""
+    if tensor.layout is not torch.strided or not tensor.numel():
+        return -id(tensor)
+    return tensor.untyped_storage().data_ptr()
