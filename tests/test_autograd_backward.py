@@ -358,14 +358,9 @@ def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
         first, _ = world.transfer(0, 1, context, [x, y])
         original = world[1].ask
 
-        def ask(to: int, message: Any) -> Any:
-            heads, gradients = message.heads, message.gradients
-            ((number, count, _, link, linked),) = heads
-            lacking = dataclasses.replace(
-                message, heads=((number, count, (), link, linked),)
-            )
-            assert len(gradients) == 1
-            return original(to, lacking)
+        def ask(to: int, message: Any, is_over: Any) -> Any:
+            lacking = dataclasses.replace(message, gradients=message.gradients[:-1])
+            return original(to, lacking, is_over)
 
         world[1].ask = ask  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="lacks gradients that are not void"):

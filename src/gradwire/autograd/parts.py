@@ -9,34 +9,34 @@ caller of `backward`, the one that got a message, or the one that got an answer.
 roots is always run by the caller. One that may have to wait for other workers, or that is found
 inside a call of the engine, is a task of its own.
 
-Gradients that a run yields at its very end are held until it is over. Those for the engager then go
-with the answer, if the worker is done, so that a call and its return take one message each way;
-others leave when the one who sends them is free to wait for the answer.
+Gradients that a run yields at its very end are held until it is over. Those for the worker whose
+question this thread has to answer go with the answer. If there are none, and the thread has nothing
+else to run, it asks: it sends what there is and waits for what comes back. So along a chain of
+calls the same threads pass the gradients on that passed the calls.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..errors import WorkerLostError
-from ..rpc.runner import Later
 from ..threads import Bell
-from . import deliveries, engine, messages
+from . import deliveries, engine
 from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
 from .failures import describe
-from .messages import NOTED, Delivery, Done, Failed, Outcome, Step
+from .messages import About, Delivery, Done, Failed, Noted, Outcome, pack, unpack
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
     Action,
+    Answer,
     Finish,
     Narrow,
     Plan,
@@ -46,7 +46,7 @@ from .passes import (
     Wake,
     Words,
 )
-from .talk import Look, Talk
+from .talk import Look, Message, Talk
 from .work import Work
 
 _NO_PLAN = Plan((), {}, {})
@@ -56,38 +56,43 @@ class _Ended(Exception):
     """The pass has failed elsewhere: get out of the engine."""
 
 
+class Question(NamedTuple):
+    """A message that this thread has to answer, and what goes with the answer."""
+
+    sender: int
+    deliveries: list[Delivery]
+
+
 class Part:
     """One pass on one worker."""
 
     def __init__(
-        self,
-        desk: Desk,
-        context: Context,
-        number: int,
-        flags: int,
-        engager: int | None = None,
+        self, desk: Desk, context: Context, about: About, engager: int | None = None
     ) -> None:
-        self.number = number
+        self.number = about.number
         self.lock = threading.Lock()
         self.outcome: Outcome | None = None
         self.error: BaseException | None = None
         """What failed, if it failed here."""
         self._desk = desk
         self._context = context
-        self._flags = flags
+        self._flags = about.flags
         self._engager = engager
         self._work: Any = None  # known once it has begun, as is the progress
         self._progress: Any = None
         self._gradients: dict[int, Gradients] = {}
         self._bells: dict[int, Bell] = {}
-        self._held: dict[int, list[Delivery]] = {}  # by worker
-        self._talk = Talk(desk, context, number, flags)
-        self._answer: torch.futures.Future[Any] | None = None
+        self._talk = Talk(desk, about, self.is_over)
+        self._asking = 0  # questions of the engager that are still to be answered
+        self._is_told = engager is None  # the engager knows that it has ended here
         self._ended = Bell()
 
     def __repr__(self) -> str:
         state = "under way" if self.outcome is None else type(self.outcome).__name__
         return f"<Part of worker {self._desk.me} in pass {self.number}: {state}>"
+
+    def is_over(self) -> bool:
+        return self.outcome is not None
 
     # How a part begins and ends
 
@@ -102,7 +107,7 @@ class Part:
                 actions = self._progress.begun()
             finally:
                 self.lock.release()
-            self._do(actions)
+            self._go_on_alone(self._act(actions))
             self._wait()
         except BaseException as error:
             self.fail(error)
@@ -110,36 +115,43 @@ class Part:
         found: Sequence[Tensor | None] = self._work.wanted
         return found
 
-    def engage(self, sender: int, step: Step) -> Any:
+    def engage(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
         """Take part because of this message, with the lock held; the answer to it."""
+        question = Question(sender, [])
         try:
             try:
+                self._asking = 1
                 self._begin(Start())
-                self._take(sender, step)
+                self._progress.heard(sender, words, self._receive(sender, arrived))
                 actions = self._progress.begun()
             finally:
                 self.lock.release()
-            self._do(actions)
+            self._go_on(self._act(actions), question)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
-        with self.lock:
-            if self.outcome is not None:
-                return messages.pack(self.outcome)
-            self._answer = torch.futures.Future()
-            return Later(self._answer)
+        return self._answer(question, is_engaging=True)
 
-    def step(self, sender: int, step: Step) -> Any:
+    def step(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
         """Another message; the answer to it."""
+        question = Question(sender, [])
+        with self.lock:
+            self._asking += sender == self._engager
         try:
             with self.lock:
-                if self._progress.is_over:
-                    return messages.answer_after(self.outcome, sender == self._engager)
-                self._take(sender, step)
-                actions = self._progress.settled()
-            self._do(actions)
+                if not self._progress.is_over:
+                    sends = self._receive(sender, arrived)
+                    self._progress.heard(sender, words, sends)
+                    actions = self._progress.settled()
+                else:
+                    actions = []
+            self._go_on(self._act(actions), question)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
-        return NOTED
+        return self._answer(question)
+
+    def ended(self, worker: int, outcome: Any) -> None:
+        """A worker that was engaged from here has ended, and says how."""
+        self._answered(worker, lambda: outcome, is_last=True)
 
     def fail(self, error: BaseException) -> None:
         """End the pass because of an error here."""
@@ -188,11 +200,13 @@ class Part:
             self._context.ended.add(self.number, self._engager)
         with self.lock:
             self.outcome = outcome
-            answer = self._answer
+            tells = not (self._is_told or self._asking)
+            self._is_told |= tells
         self._gradients.clear()
         self._ended.ring()
-        if answer is not None:
-            answer.set_result(messages.pack(outcome))
+        if tells:
+            assert self._engager is not None
+            self._talk.over(self._engager, outcome)
 
     def _wait(self) -> None:
         """Until the pass has ended."""
@@ -203,11 +217,6 @@ class Part:
 
     # What is said
 
-    def _take(self, sender: int, step: Step) -> None:
-        sends = self._receive(sender, messages.unflatten(step.heads, step.gradients))
-        words = Words(step.voids, step.listed, step.awaiting)
-        self._progress.heard(sender, words, sends)
-
     def _receive(self, sender: int, arrived: Iterable[Delivery]) -> list[int]:
         sends = []
         for delivery in arrived:
@@ -216,90 +225,143 @@ class Part:
             sends.append(delivery[0])
         return sends
 
-    def _answered(self, to: int, look: Look, is_free: bool = False) -> None:
-        """An answer came. `is_free`: this thread has nothing else to do, and may wait."""
+    def _answer(self, question: Question, *, is_engaging: bool = False) -> Any:
+        """The answer to a question: the end, if it has come and is to be told now."""
+        sender, carried = question
+        words = None
+        with self.lock:
+            is_over = self._progress.is_over
+            outcome, tells = self.outcome, False
+            if sender == self._engager:
+                self._asking -= 1
+                tells = outcome is not None and not self._is_told
+                self._is_told |= tells
+            elif is_over and not self._progress.has_failed:
+                outcome, tells = Done(), True
+            if not is_over:
+                words = self._progress.answer(sender)
+        if isinstance(outcome, Failed):
+            return pack(outcome)
+        if tells and outcome is not None:
+            return pack(Done([*carried, *outcome.deliveries]))
+        return pack(Noted(is_engaging, words, carried))
+
+    def _hear(self, worker: int, look: Look, *, is_last: bool = False) -> list[Action]:
+        """An answer came, or a worker's last word: what follows."""
+        answer = unpack(look())
+        if isinstance(answer, Failed):
+            self.end(answer)
+            return []
+        with self.lock:
+            progress = self._progress
+            if progress.is_over:
+                return []
+            sends = self._receive(worker, answer.deliveries)
+            actions: list[Action]
+            if is_last:
+                actions = progress.ended(worker, sends)
+            elif isinstance(answer, Done):
+                actions = progress.answered(worker, Answer(sends, None, True))
+            else:
+                engaged = answer.is_engaged
+                said = Answer(sends, answer.words, False, engaged)
+                actions = progress.answered(worker, said)
+        return actions
+
+    def _answered(self, worker: int, look: Look, is_last: bool = False) -> None:
+        """An answer came to a thread that has other things to do than to wait for more."""
         try:
-            outcome = messages.unpack(look())
-            if isinstance(outcome, Failed):
-                self.end(outcome)
-                return
-            with self.lock:
-                if self._progress.is_over:
-                    return
-                if outcome is None:
-                    actions = self._progress.answered(to)
-                else:
-                    sends = self._receive(to, outcome.deliveries)
-                    actions = self._progress.finished(to, sends)
-            self._do(actions, is_free)
+            actions = self._hear(worker, look, is_last=is_last)
+            self._go_on(self._act(actions), is_free=False)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
 
     # What is done
 
-    def _do(self, actions: Iterable[Action], is_free: bool = True) -> None:
-        runs = []
+    def _act(self, actions: Iterable[Action]) -> list[Run]:
+        """Do what is to be done; the runs that are left to this thread."""
+        runs: list[Run] = []
         for action in actions:
-            if isinstance(action, Run):
+            if type(action) is Run:
                 runs.append(action)
-            elif isinstance(action, Narrow):
-                self._narrow(action.piece, action.sends)
-            elif isinstance(action, Tell):
-                self._talk.post(action.to, action.words, (), self._answered)
-            elif isinstance(action, Wake):
-                self._wake(action.send)
-            elif isinstance(action, Finish):
+            elif type(action) is Finish:
                 self._conclude(Done())
-        if len(runs) > 1:
-            runs.sort(key=lambda run: run.may_wait)  # those that need not, first
-        for run in runs:
-            is_task = run.may_wait and not self._work.has_roots(run.piece)
-            if is_task or engine.is_inside():
-                self._desk.executor.submit(partial(self._run, run))
-            else:
-                self._run(run, is_free and run is runs[-1])
+            elif type(action) is Tell:
+                self._talk.post(Message(action.to, action.words, ()), self._answered)
+            elif type(action) is Wake:
+                self._wake(action.send)
+            elif type(action) is Narrow:
+                runs += self._narrow(action.piece, action.sends)
+        return [run for run in runs if not self._is_handed_over(run)]
 
-    def _narrow(self, piece: int, sends: tuple[int, ...]) -> None:
+    def _is_handed_over(self, run: Run) -> bool:
+        """Whether a run is a task of its own; it is made one."""
+        has_to_wait = run.may_wait and not self._work.has_roots(run.piece)
+        if not has_to_wait and not engine.is_inside():
+            return False
+        self._submit(run)
+        return True
+
+    def _submit(self, run: Run) -> None:
+        self._desk.executor.submit(partial(self._go_on_alone, [run]))
+
+    def _go_on_alone(self, runs: list[Run]) -> None:
+        try:
+            self._go_on(runs)
+        except Exception as error:  # noqa: BLE001 user code
+            self.fail(error)
+
+    def _go_on(
+        self, runs: list[Run], question: Question | None = None, is_free: bool = True
+    ) -> None:
+        """Run what there is to be run. `is_free`: this thread may wait for what follows."""
+        while runs:
+            if len(runs) > 1:
+                runs.sort(key=lambda run: run.may_wait)  # those that need not, first
+            leaving = self._run(runs.pop(0), runs, question)
+            last = None
+            if is_free and not runs and not (question and question.deliveries):
+                last = leaving.pop() if leaving else None
+            for message in leaving:
+                self._talk.post(message, self._answered)
+            if last is not None:
+                runs += self._act(self._hear(last.to, self._talk.ask(last)))
+
+    def _narrow(self, piece: int, sends: tuple[int, ...]) -> list[Run]:
         recvs = self._work.narrow(piece, sends)
         with self.lock:
             actions = self._progress.narrowed(piece, recvs)
-        self._do(actions, is_free=False)
+        return self._act(actions)
 
-    def _run(self, run: Run, is_free: bool = True) -> None:
-        """Run a piece. `is_free`: this thread has nothing else to do, and may wait."""
-        try:
-            if not self._work.is_whole(run.piece, run.sends):
-                self._narrow(run.piece, run.sends)
-            given = None if run.may_wait or engine.is_profiled() else self._gradients
-            recvs = self._work.execute(run.piece, _Exchange(self, run), given)
-            for recv, gradients in recvs:
-                self._deliver(recv, gradients, self._hold)
-        except BaseException as error:
-            self.fail(error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        engager = -1 if self._engager is None else self._engager
+    def _run(
+        self, run: Run, more: list[Run], question: Question | None
+    ) -> list[Message]:
+        """Run a piece; the messages that follow. What else can be run is put with `more`."""
+        if not self._work.is_whole(run.piece, run.sends):
+            more += self._narrow(run.piece, run.sends)
+        given = None if run.may_wait or engine.is_profiled() else self._gradients
+        exchange = Exchange(self, run)
+        for recv, gradients in self._work.execute(run.piece, exchange, given):
+            more += self._act(self._deliver(recv, gradients, exchange.held))
+        held = exchange.held
         with self.lock:
-            if self._progress.is_over:
-                return
-            held, self._held = self._held, {}
+            progress = self._progress
+            if progress.is_over:
+                return []
+            if question is not None and question.sender in held:
+                question.deliveries.extend(held.pop(question.sender))
+            engager = -1 if self._engager is None else self._engager
             last = held.pop(engager, None)
-            leaving = [(to, self._progress.speak(to), held[to]) for to in held]
-            actions = self._progress.ran(run)
-            if last and not self._progress.is_over:
-                leaving.append((engager, self._progress.speak(engager), last))
-        is_free = is_free and not actions and not engine.is_inside()
-        if is_free and len(leaving) == 1 and self._talk.is_alone_with(leaving[0][0]):
-            to = leaving[0][0]
-            self._answered(to, self._talk.ask(*leaving[0]), is_free=True)
-            return
-        for message in leaving:
-            self._talk.post(*message, self._answered)
-        if last and actions and isinstance(actions[-1], Finish):
+            leaving = [Message(to, progress.speak(to), held[to]) for to in held]
+            actions = progress.ran(run)
+            if last and not progress.is_over:
+                leaving.append(Message(engager, progress.speak(engager), last))
+                last = None
+        if last:  # its end, and nobody waits for it here
             actions.pop()
-            self._conclude(Done(tuple(last)))
-        self._do(actions, is_free)
+            self._conclude(Done(last))
+        more += self._act(actions)
+        return leaving
 
     def _wake(self, send: int) -> None:
         with self.lock:
@@ -322,55 +384,56 @@ class Part:
             return self._gradients.pop(send.id)
         return (None,) * send.count
 
-    def deliver(self, run: Run, recv: Crossing, gradients: Gradients) -> None:
-        """Send the gradients of a recv to where its tensors came from."""
+    def deliver(self, exchange: Exchange, recv: Crossing, gradients: Gradients) -> None:
+        """A recv was run by the engine: send its gradients to where its tensors came from."""
+        run = exchange.run
         may_hold = not run.may_wait and self._work.is_last(run.piece, recv.id)
-        self._deliver(recv, gradients, self._hold if may_hold else self._send)
+        held = exchange.held if may_hold else {}
+        actions = self._deliver(recv, gradients, held)
+        if not may_hold and held:
+            (to,) = held
+            with self.lock:
+                message = Message(to, self._progress.speak(to), held[to])
+            self._talk.post(message, self._answered)
+        for run in self._act(actions):  # on a thread of the engine's own
+            self._submit(run)
 
     def _deliver(
-        self, recv: Crossing, gradients: Gradients, go: Callable[[int, Delivery], None]
-    ) -> None:
-        if self._progress.is_over:
+        self, recv: Crossing, gradients: Gradients, held: dict[int, list[Delivery]]
+    ) -> list[Action]:
+        """Put the gradients of a recv with what is held; what follows, if they are for here."""
+        progress = self._progress
+        if progress.is_over:
             raise _Ended
+        actions: list[Action] = []
         if all(gradient is None for gradient in gradients):
             with self.lock:
-                actions = self._progress.came_empty(recv.id)
-            self._do(actions, is_free=False)
-            return
-        context, to = self._context, recv.worker
+                return list(progress.came_empty(recv.id))
+        to = recv.worker
         delivery = deliveries.make(
-            context, recv, gradients, self._flags, self._desk.numbers
+            self._context, recv, gradients, self._flags, self._desk.numbers
         )
-        if to != self._desk.me:
-            with self.lock:
-                self._progress.left(recv.id)
-            go(to, delivery)
-            return
         with self.lock:
-            self._progress.left(recv.id)
-            sends = self._receive(to, (delivery,))
-            actions = self._progress.delivered_here(sends[0])
-        self._do(actions, is_free=False)
-
-    def _hold(self, to: int, delivery: Delivery) -> None:
-        with self.lock:
-            self._held.setdefault(to, []).append(delivery)
-
-    def _send(self, to: int, delivery: Delivery) -> None:
-        with self.lock:
-            words = self._progress.speak(to)
-        self._talk.post(to, words, (delivery,), self._answered)
+            progress.left(recv.id)
+            if to == self._desk.me:
+                (send,) = self._receive(to, (delivery,))
+                actions = progress.delivered_here(send)
+            else:
+                held.setdefault(to, []).append(delivery)
+        return actions
 
 
-class _Exchange:
+class Exchange:
     """A call of the engine, as its nodes see it."""
 
-    __slots__ = ("_part", "_run", "collect")
+    __slots__ = ("_part", "collect", "held", "run")
 
     def __init__(self, part: Part, run: Run) -> None:
         self._part = part
-        self._run = run
+        self.run = run
         self.collect = part.collect
+        self.held: dict[int, list[Delivery]] = {}
+        """Gradients that leave when it is over, by worker."""
 
     def deliver(self, recv: Crossing, gradients: Gradients) -> None:
-        self._part.deliver(self._run, recv, gradients)
+        self._part.deliver(self, recv, gradients)

@@ -185,11 +185,21 @@ class Agent:
         parcel = self._codec.message(message, peer.manner)
         return self.caller.post(peer, parcel, type(message), timeout)
 
-    def ask(self, to: int, message: Any, timeout: float | None = None) -> Any:
-        """Send an upper layer's message; its answer."""
+    def ask(
+        self,
+        to: int,
+        message: Any,
+        timeout: float | None = None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> Any:
+        """Send an upper layer's message; its answer.
+
+        Raises:
+            CallTimeout: in time; or it `is_over`: soon after the answer is not wanted any more.
+        """
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
-        return self.caller.ask(peer, parcel, type(message), timeout)
+        return self.caller.ask(peer, parcel, type(message), timeout, is_over)
 
     def handle(
         self,

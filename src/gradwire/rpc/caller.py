@@ -21,7 +21,7 @@ from ..errors import (
 )
 from ..options import Options
 from ..threads import Bell, Executor
-from ..transport.base import Transport
+from ..transport.base import NAP, Transport
 from ..wire.codec import Codec
 from ..wire.failures import revive_failure
 from ..wire.frames import Frame, Parcel
@@ -113,11 +113,23 @@ class Caller:
         future: CallFuture = held.pending.answer
         return future
 
-    def ask(self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None) -> Any:
+    def ask(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> Any:
         """Send a request and wait for its answer; by a lane of its own where there are lanes."""
         if self._has_lane(peer):
-            return self._exchange(peer, parcel, what, timeout)
-        return self.post(peer, parcel, what, timeout).wait()
+            return self._exchange(peer, parcel, what, timeout, is_over)
+        future = self.post(peer, parcel, what, timeout)
+        while is_over is not None and not future.done():
+            self._wait_for(future, time.monotonic() + NAP)
+            if is_over() and not future.done():
+                raise CallTimeout(describe(what), peer.name, self._seconds(timeout))
+        return future.wait()
 
     def post(
         self,
@@ -240,7 +252,12 @@ class Caller:
         return self._transport.has_lanes and peer.id != self._me
 
     def _exchange(
-        self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        is_over: Callable[[], bool] | None = None,
     ) -> Any:
         seconds = self._seconds(timeout)
         self._flush(peer)
@@ -252,7 +269,7 @@ class Caller:
         try:
             try:
                 limit = None if seconds in (0, _FOR_EVER) else seconds
-                frame = self._transport.exchange(peer.card, parcel, limit)
+                frame = self._transport.exchange(peer.card, parcel, limit, is_over)
             except TimeoutError:
                 raise CallTimeout(describe(what), peer.name, seconds) from None
             arrived = frame.kind == RESULT

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ..errors import WorkerLostError
 from ..threads import Executor
 from ..wire.frames import Frame, Parcel
-from .base import Answer, Card, Receiver, Transport
+from .base import Answer, Card, IsOver, Receiver, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,13 @@ class FaultyTransport:
             to, parcel.kind, lambda: self._inner.reply(to, call, replace(parcel))
         )
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         raise NotImplementedError("a faulty transport has no lanes")
 
     def attend(

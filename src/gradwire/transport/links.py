@@ -18,7 +18,7 @@ from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import PING
 from . import segments
-from .base import Card
+from .base import Card, IsOver
 from .channels import CallerChannel, Channel
 from .dialing import Dialer
 from .handshake import Purpose
@@ -86,7 +86,9 @@ class OutgoingLink:
     def post(self, call: int, parcel: Parcel) -> None:
         self.channel.post(call, parcel)
 
-    def exchange(self, parcel: Parcel, deadline: float | None) -> Frame:
+    def exchange(
+        self, parcel: Parcel, deadline: float | None, is_over: IsOver | None = None
+    ) -> Frame:
         """A call by a lane.
 
         Raises:
@@ -95,7 +97,7 @@ class OutgoingLink:
         lane = self._take_lane(deadline)
         alone = len(self._lanes) - len(self._free) == 1
         try:
-            frame = lane.exchange(parcel, deadline, alone)
+            frame = lane.exchange(parcel, deadline, alone, is_over)
         except TimeoutError:
             self._abandon(lane)
             raise

@@ -13,7 +13,7 @@ from ..errors import WorkerLostError
 from ..threads import Executor
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import FAILURE, RESULT
-from .base import Answer, Card, Receiver
+from .base import Answer, Card, IsOver, Receiver
 
 
 class LoopbackNetwork:
@@ -70,7 +70,13 @@ class LoopbackTransport:
         if other is not None:
             other.put(self._me, parcel.arrive(call))
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         raise NotImplementedError("loopback has no lanes")
 
     def attend(

@@ -18,7 +18,7 @@ from ..options import Options
 from ..threads import Executor
 from ..wire.frames import Frame, Limits, Parcel
 from . import addresses
-from .base import Answer, Card, Receiver
+from .base import Answer, Card, IsOver, Receiver
 from .dialing import Dialer, receive_exactly
 from .handshake import (
     HELLO_SIZE,
@@ -129,10 +129,16 @@ class SocketTransport:
         except OSError as error:
             log.debug("answer to worker %d could not be sent: %s", to, error)
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         deadline = None if timeout is None else time.monotonic() + timeout
         link = self._out.get(to.id) or self._connect(to, deadline)
-        return link.exchange(parcel, deadline)
+        return link.exchange(parcel, deadline, is_over)
 
     def attend(
         self, to: int, call: int, answer: Answer, deadline: float | None
