@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ _NOBODY_ELSE = 2  # references to what a list holds: its own and the one that lo
 
 
 def keep(
-    context: Context, nodes: Sequence[Any], captured: list[Tensor | None], flags: int
+    context: Context, nodes: Iterable[Any], captured: list[Tensor | None], flags: int
 ) -> None:
     """Add what the engine captured for these nodes to the context. Empties the list."""
     shared = _shared_storages(captured) if len(captured) > 1 else ()

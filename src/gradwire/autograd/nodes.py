@@ -29,6 +29,7 @@ Gradients = tuple[Tensor | None, ...]
 
 _PREFIX = "torch::distributed::autograd::"
 _TOKEN = torch.zeros((), requires_grad=True)
+_BLANK = torch.zeros(())
 
 TOKEN = get_gradient_edge(_TOKEN)
 """What lies behind every recv."""
@@ -106,8 +107,10 @@ class Recv(NamedTuple):
 
 def make_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Send:
     """A send of these tensors, which all require grad."""
+    if torch.is_grad_enabled():
+        return Send(crossing, _apply_send(crossing, *tensors))
     with torch.enable_grad():
-        return Send(crossing, _SendNode.apply(crossing, *tensors))
+        return Send(crossing, _apply_send(crossing, *tensors))
 
 
 def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Recv:
@@ -115,15 +118,17 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Recv:
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
-    with torch.enable_grad():
-        _RecvNode.apply(_TOKEN, crossing, tuple(tensors))
+    if torch.is_grad_enabled():
+        _apply_recv(_TOKEN, crossing, tuple(tensors))
+    else:
+        with torch.enable_grad():
+            _apply_recv(_TOKEN, crossing, tuple(tensors))
     return Recv(crossing, tensors[0].grad_fn)
 
 
 def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
     ctx.crossing = crossing
-    ctx.set_materialize_grads(False)
-    return torch.empty(())
+    return _BLANK.detach()  # a new one each time, made in the quickest way
 
 
 def _send_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,13 +149,18 @@ def _recv_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, Non
 
 
 def _function(name: str, forward: Any, backward: Any) -> Any:
-    """A `Function`; the name of its nodes is this and `Backward`."""
+    """How to apply a `Function`; the name of its nodes is this and `Backward`.
+
+    It is applied without what `Function.apply` does for transforms such as `vmap`, which takes as
+    long as the rest: tensors inside of those cannot be sent.
+    """
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(_PREFIX + name, (Function,), members)
+    function: Any = type(_PREFIX + name, (Function,), members)
+    return super(Function, function).apply
 
 
-_SendNode = _function("SendRpc", _send_forward, _send_backward)
-_RecvNode = _function("RecvRpc", _recv_forward, _recv_backward)
+_apply_send = _function("SendRpc", _send_forward, _send_backward)
+_apply_recv = _function("RecvRpc", _recv_forward, _recv_backward)
 
 
 def _node_types() -> tuple[type, type, type]:

@@ -58,10 +58,11 @@ class Work:
         roots = [self._start.roots[index].grad_fn for index in whole.roots]
         parts = cut(roots, kept, self._context.id)
         recvs = [recv for part in parts for recv in part.recvs]
-        leaves = list({leaf for part in parts for leaf in part.leaves})
-        last = {r.id: whole.last[r.id] for r in recvs if r.id in whole.last}
+        leaves = {leaf for part in parts for leaf in part.leaves}
+        ids = [recv.crossing.id for recv in recvs]
+        last = {number: whole.last[number] for number in ids if number in whole.last}
         self._segments[piece] = Segment(whole.roots, kept, leaves, recvs, last)
-        return [recv.id for recv in recvs]
+        return ids
 
     def execute(
         self, piece: int, run: Run, given: dict[int, Gradients] | None
@@ -74,6 +75,8 @@ class Work:
             Exception: whatever a backward or a hook raises.
         """
         segment, start = self._segments[piece], self._start
+        if segment.is_bare and given is not None and self._keep_bare(segment, given):
+            return ()
         roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
         replicas = () if self._flags & QUIET else replicated(segment.leaves)
         if replicas:
@@ -94,10 +97,21 @@ class Work:
                     self.wanted[index] = total
         return found.recvs
 
+    def _keep_bare(self, segment: Segment, given: dict[int, Gradients]) -> bool:
+        """Keep the gradient of a leaf that was sent by itself; False: the engine is needed."""
+        (send,) = segment.sends
+        if send.crossing.count != 1 or self._start.wanted or self._flags & QUIET:
+            return False
+        (node,) = segment.leaves
+        if node.variable._backward_hooks or replicated(segment.leaves):
+            return False
+        keep(self._context, (node,), list(given.pop(send.crossing.id)), self._flags)
+        return True
+
 
 def _piece(segment: Segment) -> Piece:
     return Piece(
         tuple([send.crossing.id for send in segment.sends]),
-        tuple([recv.id for recv in segment.recvs]),
+        tuple([recv.crossing.id for recv in segment.recvs]),
         bool(segment.roots),
     )
