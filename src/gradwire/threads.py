@@ -30,7 +30,7 @@ Task = Callable[[], object]
 log = logging.getLogger("gradwire")
 
 _TICK = 0.001  # how long a queue may stand still before a thread is added
-_LINGER_TICKS = 10  # ticks without work before the monitor sleeps: waking it costs more
+_LINGER_TICKS = 2  # ticks without work before the monitor sleeps: waking it costs more
 _IDLE = 2.0  # how long a thread without work stays
 
 

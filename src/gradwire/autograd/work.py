@@ -98,14 +98,18 @@ class Work:
         return found.recvs
 
     def _keep_bare(self, segment: Segment, given: dict[int, Gradients]) -> bool:
-        """Keep the gradient of a leaf that was sent by itself; False: the engine is needed."""
+        """Keep the gradients of leaves that were sent as they are; False: the engine is needed."""
         (send,) = segment.sends
-        if send.crossing.count != 1 or self._start.wanted or self._flags & QUIET:
+        nodes = [node for node, _ in send.node.next_functions]
+        if (
+            len(segment.leaves) < len(nodes)
+            or self._start.wanted
+            or self._flags & QUIET
+            or any(node.variable._backward_hooks for node in nodes)
+            or replicated(nodes)
+        ):
             return False
-        (node,) = segment.leaves
-        if node.variable._backward_hooks or replicated(segment.leaves):
-            return False
-        keep(self._context, (node,), list(given.pop(send.crossing.id)), self._flags)
+        keep(self._context, nodes, list(given.pop(send.crossing.id)), self._flags)
         return True
 
 
