@@ -558,26 +558,3 @@ def test_the_profiler_shows_passes_and_crossings() -> None:
         prefix = "torch::distributed::autograd::"
         assert prefix + "backward" in names
         assert any(prefix + "RecvRpcBackward" in name for name in names)
-
-
-def test_anomaly_mode_names_the_line_of_the_forward() -> None:
-    class Nan(Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Tensor) -> Tensor:
-            return tensor * 1
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            return gradients[0] * float("nan")
-
-    with (
-        autograds(2) as world,
-        world[0].context() as context,
-        torch.autograd.set_detect_anomaly(True),
-    ):
-        loss = there_and_back(world, context, doubles(3), Nan.apply).sum()
-        with (
-            pytest.warns(UserWarning, match="Error detected in NanBackward"),
-            pytest.raises(RuntimeError, match=r"Error on Node 1: .* returned nan"),
-        ):
-            world[0].backward(context, [loss])
