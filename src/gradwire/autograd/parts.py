@@ -109,26 +109,18 @@ class Part:
                 actions = self._progress.begun()
             finally:
                 self.lock.release()
-            if engine.is_profiled():
-                self._lead_profiled(actions)
-            else:
-                self._go_on_alone(self._act(actions))
+            is_profiled = engine.is_profiled()
+            if is_profiled and not self._waits(actions):
+                self._errands = Errands()
+            self._go_on_alone(self._act(actions))
+            if is_profiled:
+                self._serve()
             self._wait()
         except BaseException as error:
             self.fail(error)
             raise
         found: Sequence[Tensor | None] = self._work.wanted
         return found
-
-    def _lead_profiled(self, actions: list[Action]) -> None:
-        """Do all in this thread that need not wait for other workers."""
-        runs = [action for action in actions if type(action) is Run]
-        if not any(run.may_wait and self._work.has_roots(run.piece) for run in runs):
-            self._errands = Errands()
-        self._go_on(self._act(actions), is_free=False)
-        self._errands = self._errands or Errands()
-        if self.outcome is None:
-            self._errands.serve(self._go_on_alone, self._desk.executor)
 
     def engage(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
         """Take part because of this message, with the lock held; the answer to it."""
@@ -224,6 +216,17 @@ class Part:
         if tells:
             assert self._engager is not None
             self._talk.over(self._engager, outcome)
+
+    def _waits(self, actions: Iterable[Action]) -> bool:
+        """Whether the thread that leads may have to wait inside the engine."""
+        runs = [action for action in actions if type(action) is Run]
+        return any(run.may_wait and self._work.has_roots(run.piece) for run in runs)
+
+    def _serve(self) -> None:
+        """Do in this thread what need not wait for other workers, until the pass has ended."""
+        self._errands = self._errands or Errands()
+        if self.outcome is None:
+            self._errands.serve(self._go_on_alone, self._desk.executor)
 
     def _wait(self) -> None:
         """Until the pass has ended."""
