@@ -547,37 +547,3 @@ def test_passes_over_sockets() -> None:
                 close(world[1].get_gradients(context), {w: gw})
         world.until(lambda: world.contexts() == 0)
         world.close()
-
-
-def test_the_profiler_shows_passes_and_crossings() -> None:
-    with autograds(2) as world, world[0].context() as context:
-        loss = there_and_back(world, context, doubles(3) * 2, torch.sin).sum()
-        with torch.autograd.profiler.profile() as profile:
-            world[0].backward(context, [loss])
-        names = {event.name for event in profile.function_events}
-        prefix = "torch::distributed::autograd::"
-        assert prefix + "backward" in names
-        assert any(prefix + "RecvRpcBackward" in name for name in names)
-
-
-def test_anomaly_mode_names_the_line_of_the_forward() -> None:
-    class Nan(Function):
-        @staticmethod
-        def forward(ctx: Any, tensor: Tensor) -> Tensor:
-            return tensor * 1
-
-        @staticmethod
-        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            return gradients[0] * float("nan")
-
-    with (
-        autograds(2) as world,
-        world[0].context() as context,
-        torch.autograd.set_detect_anomaly(True),
-    ):
-        loss = there_and_back(world, context, doubles(3), Nan.apply).sum()
-        with (
-            pytest.warns(UserWarning, match="Error detected in NanBackward"),
-            pytest.raises(RuntimeError, match=r"Error on Node 1: .* returned nan"),
-        ):
-            world[0].backward(context, [loss])

@@ -37,6 +37,7 @@ log = logging.getLogger("gradwire")
 _CLOSE = 5.0  # seconds for the threads to end; one in a user's function may take longer
 
 MakeTransport = Callable[[Executor], Transport]
+Wrap = Callable[[Transport, Executor], Transport]
 OnThread = Callable[["Worker"], object]
 
 
@@ -271,21 +272,33 @@ class Worker:
 
 
 def open_worker(
-    name: str, place: Place, options: Options, on_thread: OnThread | None = None
+    name: str,
+    place: Place,
+    options: Options,
+    on_thread: OnThread | None = None,
+    *,
+    wrap: Wrap | None = None,
 ) -> Worker:
     """A worker that talks by sockets, in the world that meets at `place`.
+
+    `wrap` puts another transport around the sockets, such as one with faults.
 
     Raises:
         ValueError: the name or rank is taken or makes no sense.
         GradwireError: the others did not come in time.
     """
+
+    def make_transport(executor: Executor) -> Transport:
+        sockets = SocketTransport(options, executor, place.host)
+        return sockets if wrap is None else wrap(sockets, executor)
+
     check_name(name)
     meeting = Meeting(place, options)
     worker = Worker(
         name,
         meeting.number(),
         options=options,
-        make_transport=lambda executor: SocketTransport(options, executor, place.host),
+        make_transport=make_transport,
         on_thread=on_thread,
     )
     try:

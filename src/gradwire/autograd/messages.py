@@ -18,9 +18,9 @@ from .passes import Words
 
 STEP, ABORT, RELEASE, OVER = 48, 49, 50, 51
 
-RETAIN, CREATE, ACCUMULATE, QUIET = 1, 2, 4, 8
+RETAIN, CREATE, ACCUMULATE, QUIET, ANOMALY, CHECK_NAN = 1, 2, 4, 8, 16, 32
 """How a pass is run: keep the graph; make the gradients differentiable; fill `.grad` too; keep no
-gradients in the context (the functional form)."""
+gradients in the context (the functional form); in anomaly mode, where gradients may not be nan."""
 
 Delivery = tuple[int, tuple[Any, ...], int, tuple[int, ...]]
 """Gradients for one send: its id; a gradient, or None where there is none, for each of its tensors;

@@ -30,6 +30,7 @@ from . import deliveries, engine
 from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
+from .errands import Errands
 from .failures import describe
 from .messages import About, Delivery, Done, Failed, Noted, Outcome, pack, unpack
 from .nodes import Crossing, Gradients
@@ -86,6 +87,7 @@ class Part:
         self._asking = 0  # questions of the engager that are still to be answered
         self._is_told = engager is None  # the engager knows that it has ended here
         self._ended = Bell()
+        self._errands: Errands | None = None
 
     def __repr__(self) -> str:
         state = "under way" if self.outcome is None else type(self.outcome).__name__
@@ -107,7 +109,12 @@ class Part:
                 actions = self._progress.begun()
             finally:
                 self.lock.release()
+            is_profiled = engine.is_profiled()
+            if is_profiled and not self._waits(actions):
+                self._errands = Errands()
             self._go_on_alone(self._act(actions))
+            if is_profiled:
+                self._serve()
             self._wait()
         except BaseException as error:
             self.fail(error)
@@ -204,9 +211,22 @@ class Part:
             self._is_told |= tells
         self._gradients.clear()
         self._ended.ring()
+        if self._errands is not None:
+            self._errands.end()
         if tells:
             assert self._engager is not None
             self._talk.over(self._engager, outcome)
+
+    def _waits(self, actions: Iterable[Action]) -> bool:
+        """Whether the thread that leads may have to wait inside the engine."""
+        runs = [action for action in actions if type(action) is Run]
+        return any(run.may_wait and self._work.has_roots(run.piece) for run in runs)
+
+    def _serve(self) -> None:
+        """Do in this thread what need not wait for other workers, until the pass has ended."""
+        self._errands = self._errands or Errands()
+        if self.outcome is None:
+            self._errands.serve(self._go_on_alone, self._desk.executor)
 
     def _wait(self) -> None:
         """Until the pass has ended."""
@@ -298,7 +318,7 @@ class Part:
         """Whether a run is a task of its own; it is made one."""
         has_to_wait = run.may_wait and not self._work.has_roots(run.piece)
         if not has_to_wait and not engine.is_inside():
-            return False
+            return self._errands is not None and self._errands.leave(run)
         self._submit(run)
         return True
 
@@ -307,7 +327,7 @@ class Part:
 
     def _go_on_alone(self, runs: list[Run]) -> None:
         try:
-            self._go_on(runs)
+            self._go_on(runs, is_free=self._errands is None)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
 

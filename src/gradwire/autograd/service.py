@@ -21,6 +21,7 @@ from ..ids import WorkerInfo
 from ..rpc.agent import Agent
 from ..rpc.futures import CallFuture
 from ..threads import Executor
+from . import anomaly
 from .checks import check_call, check_history, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .engine import Start, profiled
@@ -221,6 +222,7 @@ class Autograd:
     def _lead(
         self, context: Context, flags: int, start: Start
     ) -> tuple[Tensor | None, ...]:
+        flags |= anomaly.flags()
         part = Part(self, context, About(context.id, self._passes.next(), flags))
         with context.lock:
             if context.is_released:

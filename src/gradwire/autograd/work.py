@@ -7,15 +7,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 
-from . import engine
+from . import anomaly, engine
 from .contexts import Context
 from .engine import Job, Start
 from .gradients import keep
 from .graph import Segment, cut
-from .messages import QUIET
+from .messages import ANOMALY, QUIET
 from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
 from .replicas import replicated, swapped_in
@@ -74,6 +75,19 @@ class Work:
         Raises:
             Exception: whatever a backward or a hook raises.
         """
+        if not self._flags & ANOMALY:
+            return self._execute(piece, run, given)
+        with anomaly.explained(self._sources(piece), run, self._flags):
+            return self._execute(piece, run, given)
+
+    def _sources(self, piece: int) -> list[Any]:
+        segment = self._segments[piece]
+        roots = [self._start.roots[index].grad_fn for index in segment.roots]
+        return [*roots, *(send.node for send in segment.sends)]
+
+    def _execute(
+        self, piece: int, run: Run, given: dict[int, Gradients] | None
+    ) -> Sequence[tuple[Crossing, Gradients]]:
         segment, start = self._segments[piece], self._start
         if segment.is_bare and given is not None and self._keep_bare(segment, given):
             return ()

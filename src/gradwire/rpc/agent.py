@@ -27,10 +27,10 @@ from ..wire.messages import FAILURE, RESULT, Call
 from . import modes
 from .caller import Caller
 from .ends import after
-from .futures import CallFuture
+from .futures import CallFuture, Failed
 from .members import Members
 from .peers import Peer
-from .runner import Failed, Later, Runner
+from .runner import Later, Runner
 
 log = logging.getLogger("gradwire")
 

@@ -19,9 +19,9 @@ from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..rpc import modes
 from ..rpc.agent import Agent, prepare
-from ..rpc.futures import CallFuture, settle
+from ..rpc.futures import CallFuture, Failed, settle
 from ..rpc.peers import Peer
-from ..rpc.runner import Failed, Later, Runner
+from ..rpc.runner import Later, Runner
 from ..threads import Executor
 from ..wire.messages import Call
 from .carriage import Carriage
