@@ -17,21 +17,21 @@ calls the same threads pass the gradients on that passed the calls.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
 from ..errors import WorkerLostError
 from ..threads import Bell
-from . import deliveries, engine
+from . import engine
 from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
 from .errands import Errands
 from .failures import describe
+from .mail import Ended, Mail
 from .messages import About, Delivery, Done, Failed, Noted, Outcome, pack, unpack
 from .nodes import Crossing, Gradients
 from .passes import (
@@ -47,21 +47,10 @@ from .passes import (
     Wake,
     Words,
 )
-from .talk import Look, Message, Talk
+from .talk import Look, Message, Question, Talk
 from .work import Work
 
 _NO_PLAN = Plan((), {}, {})
-
-
-class _Ended(Exception):
-    """The pass has failed elsewhere: get out of the engine."""
-
-
-class Question(NamedTuple):
-    """A message that this thread has to answer, and what goes with the answer."""
-
-    sender: int
-    deliveries: list[Delivery]
 
 
 class Part:
@@ -71,7 +60,6 @@ class Part:
         self, desk: Desk, context: Context, about: About, engager: int | None = None
     ) -> None:
         self.number = about.number
-        self.lock = threading.Lock()
         self.outcome: Outcome | None = None
         self.error: BaseException | None = None
         """What failed, if it failed here."""
@@ -79,10 +67,9 @@ class Part:
         self._context = context
         self._flags = about.flags
         self._engager = engager
-        self._work: Any = None  # known once it has begun, as is the progress
-        self._progress: Any = None
-        self._gradients: dict[int, Gradients] = {}
-        self._bells: dict[int, Bell] = {}
+        self._work: Any = None  # known once it has begun
+        self.mail = Mail(desk, context, about.flags)
+        self.lock = self.mail.lock
         self._talk = Talk(desk, about, self.is_over)
         self._asking = 0  # questions of the engager that are still to be answered
         self._is_told = engager is None  # the engager knows that it has ended here
@@ -106,7 +93,7 @@ class Part:
         try:
             try:
                 self._begin(start)
-                actions = self._progress.begun()
+                actions = self.mail.progress.begun()
             finally:
                 self.lock.release()
             is_profiled = engine.is_profiled()
@@ -129,8 +116,10 @@ class Part:
             try:
                 self._asking = 1
                 self._begin(Start())
-                self._progress.heard(sender, words, self._receive(sender, arrived))
-                actions = self._progress.begun()
+                self.mail.progress.heard(
+                    sender, words, self.mail.receive(sender, arrived)
+                )
+                actions = self.mail.progress.begun()
             finally:
                 self.lock.release()
             self._go_on(self._act(actions), question)
@@ -145,10 +134,10 @@ class Part:
             self._asking += sender == self._engager
         try:
             with self.lock:
-                if not self._progress.is_over:
-                    sends = self._receive(sender, arrived)
-                    self._progress.heard(sender, words, sends)
-                    actions = self._progress.settled()
+                if not self.mail.progress.is_over:
+                    sends = self.mail.receive(sender, arrived)
+                    self.mail.progress.heard(sender, words, sends)
+                    actions = self.mail.progress.settled()
                 else:
                     actions = []
             self._go_on(self._act(actions), question)
@@ -163,28 +152,28 @@ class Part:
     def fail(self, error: BaseException) -> None:
         """End the pass because of an error here."""
         with self.lock:  # it has begun
-            if isinstance(error, _Ended) or self._progress.is_over:
+            if isinstance(error, Ended) or self.mail.progress.is_over:
                 return
         self.end(describe(error, self._desk.me, pickles=self._desk.pickles), error)
 
     def end(self, failed: Failed, error: BaseException | None = None) -> None:
         """End the pass here; those who gave us work and those we gave some are told."""
         with self.lock:
-            if self._progress.is_over:
+            if self.mail.progress.is_over:
                 return
-            actions = self._progress.failed()
+            actions = self.mail.progress.failed()
             self.error = error
         self._conclude(failed)
         for action in actions:
             if isinstance(action, Abort):
                 self._talk.abort(action.to, failed)
             else:
-                self._wake(action.send)
+                self.mail.wake(action.send)
 
     def worker_gone(self, worker: int, name: str) -> None:
         """Fail if that one is needed."""
         with self.lock:
-            is_needed = self._progress.is_expecting(worker)
+            is_needed = self.mail.progress.is_expecting(worker)
         if is_needed or owner(self.number) == worker:
             self.fail(WorkerLostError(name, "it went away during a backward pass"))
 
@@ -196,9 +185,9 @@ class Part:
         me = self._desk.me
         try:
             self._work = Work(self._context, start, self._flags)
-            self._progress = Progress(me, self._work.plan, self._engager)
+            self.mail.progress = Progress(me, self._work.plan, self._engager)
         except BaseException:
-            self._progress = Progress(me, _NO_PLAN, self._engager)
+            self.mail.progress = Progress(me, _NO_PLAN, self._engager)
             raise
 
     def _conclude(self, outcome: Outcome) -> None:
@@ -209,7 +198,7 @@ class Part:
             self.outcome = outcome
             tells = not (self._is_told or self._asking)
             self._is_told |= tells
-        self._gradients.clear()
+        self.mail.gradients.clear()
         self._ended.ring()
         if self._errands is not None:
             self._errands.end()
@@ -237,29 +226,21 @@ class Part:
 
     # What is said
 
-    def _receive(self, sender: int, arrived: Iterable[Delivery]) -> list[int]:
-        sends = []
-        for delivery in arrived:
-            gradients = deliveries.take(self._context, sender, delivery)
-            self._gradients.setdefault(delivery[0], gradients)
-            sends.append(delivery[0])
-        return sends
-
     def _answer(self, question: Question, *, is_engaging: bool = False) -> Any:
         """The answer to a question: the end, if it has come and is to be told now."""
         sender, carried = question
         words = None
         with self.lock:
-            is_over = self._progress.is_over
+            is_over = self.mail.progress.is_over
             outcome, tells = self.outcome, False
             if sender == self._engager:
                 self._asking -= 1
                 tells = outcome is not None and not self._is_told
                 self._is_told |= tells
-            elif is_over and not self._progress.has_failed:
+            elif is_over and not self.mail.progress.has_failed:
                 outcome, tells = Done(), True
             if not is_over:
-                words = self._progress.answer(sender)
+                words = self.mail.progress.answer(sender)
         if isinstance(outcome, Failed):
             return pack(outcome)
         if tells and outcome is not None:
@@ -273,10 +254,10 @@ class Part:
             self.end(answer)
             return []
         with self.lock:
-            progress = self._progress
+            progress = self.mail.progress
             if progress.is_over:
                 return []
-            sends = self._receive(worker, answer.deliveries)
+            sends = self.mail.receive(worker, answer.deliveries)
             actions: list[Action]
             if is_last:
                 actions = progress.ended(worker, sends)
@@ -309,7 +290,7 @@ class Part:
             elif type(action) is Tell:
                 self._talk.post(Message(action.to, action.words, ()), self._answered)
             elif type(action) is Wake:
-                self._wake(action.send)
+                self.mail.wake(action.send)
             elif type(action) is Narrow:
                 runs += self._narrow(action.piece, action.sends)
         return [run for run in runs if not self._is_handed_over(run)]
@@ -350,7 +331,7 @@ class Part:
     def _narrow(self, piece: int, sends: tuple[int, ...]) -> list[Run]:
         recvs = self._work.narrow(piece, sends)
         with self.lock:
-            actions = self._progress.narrowed(piece, recvs)
+            actions = self.mail.progress.narrowed(piece, recvs)
         return self._act(actions)
 
     def _run(
@@ -359,13 +340,13 @@ class Part:
         """Run a piece; the messages that follow. What else can be run is put with `more`."""
         if not self._work.is_whole(run.piece, run.sends):
             more += self._narrow(run.piece, run.sends)
-        given = None if run.may_wait or engine.is_profiled() else self._gradients
+        given = None if run.may_wait or engine.is_profiled() else self.mail.gradients
         exchange = Exchange(self, run)
         for recv, gradients in self._work.execute(run.piece, exchange, given):
-            more += self._act(self._deliver(recv, gradients, exchange.held))
+            more += self._act(self.mail.put(recv, gradients, exchange.held))
         held = exchange.held
         with self.lock:
-            progress = self._progress
+            progress = self.mail.progress
             if progress.is_over:
                 return []
             if question is not None and question.sender in held:
@@ -383,64 +364,19 @@ class Part:
         more += self._act(actions)
         return leaving
 
-    def _wake(self, send: int) -> None:
-        with self.lock:
-            bell = self._bells.pop(send, None)
-        if bell is not None:
-            bell.ring()
-
-    def collect(self, send: Crossing) -> Gradients:
-        """The gradients for a send; waits for them."""
-        bell = None
-        with self.lock:
-            if self._progress.fate(send.id) is None and not self._progress.is_over:
-                bell = self._bells[send.id] = Bell()
-        if bell is not None:
-            with self._desk.executor.waiting():
-                bell.wait(None)
-        if self._progress.has_failed:
-            raise _Ended
-        if self._progress.fate(send.id):
-            return self._gradients.pop(send.id)
-        return (None,) * send.count
-
     def deliver(self, exchange: Exchange, recv: Crossing, gradients: Gradients) -> None:
         """A recv was run by the engine: send its gradients to where its tensors came from."""
         run = exchange.run
         may_hold = not run.may_wait and self._work.is_last(run.piece, recv.id)
         held = exchange.held if may_hold else {}
-        actions = self._deliver(recv, gradients, held)
+        actions = self.mail.put(recv, gradients, held)
         if not may_hold and held:
             (to,) = held
             with self.lock:
-                message = Message(to, self._progress.speak(to), held[to])
+                message = Message(to, self.mail.progress.speak(to), held[to])
             self._talk.post(message, self._answered)
         for run in self._act(actions):  # on a thread of the engine's own
             self._submit(run)
-
-    def _deliver(
-        self, recv: Crossing, gradients: Gradients, held: dict[int, list[Delivery]]
-    ) -> list[Action]:
-        """Put the gradients of a recv with what is held; what follows, if they are for here."""
-        progress = self._progress
-        if progress.is_over:
-            raise _Ended
-        actions: list[Action] = []
-        if all(gradient is None for gradient in gradients):
-            with self.lock:
-                return list(progress.came_empty(recv.id))
-        to = recv.worker
-        delivery = deliveries.make(
-            self._context, recv, gradients, self._flags, self._desk.numbers
-        )
-        with self.lock:
-            progress.left(recv.id)
-            if to == self._desk.me:
-                (send,) = self._receive(to, (delivery,))
-                actions = progress.delivered_here(send)
-            else:
-                held.setdefault(to, []).append(delivery)
-        return actions
 
 
 class Exchange:
@@ -451,7 +387,7 @@ class Exchange:
     def __init__(self, part: Part, run: Run) -> None:
         self._part = part
         self.run = run
-        self.collect = part.collect
+        self.collect = part.mail.collect
         self.held: dict[int, list[Delivery]] = {}
         """Gradients that leave when it is over, by worker."""
 

@@ -24,6 +24,13 @@ class Message(NamedTuple):
     deliveries: Sequence[Delivery]
 
 
+class Question(NamedTuple):
+    """A message that this thread has to answer, and what goes with the answer."""
+
+    sender: int
+    deliveries: list[Delivery]
+
+
 class Talk:
     """What is said in a pass. Looking at an answer may raise."""
 

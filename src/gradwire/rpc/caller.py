@@ -28,7 +28,7 @@ from ..wire.frames import Frame, Parcel
 from ..wire.functions import describe
 from ..wire.messages import RESULT, Call, Failure
 from .calls import CallsInFlight, Pending
-from .ends import account, after, fail
+from .ends import account, after, fail, too_late
 from .futures import CallFuture, Fate, fresh_copy, settle
 from .held import Held, HeldBack
 from .peers import Peer
@@ -222,8 +222,7 @@ class Caller:
         """Fail what is in flight."""
         with self._lock:
             orphans = [p for p in self._calls if self._calls.answered(p.call)]
-        orphans += [held.pending for held in self._held.drop_all()]
-        for pending in orphans:
+        for pending in [*orphans, *(held.pending for held in self._held.drop_all())]:
             fail(pending, ClosedError("this worker was shut down"))
 
     def wait_quiet(self) -> None:
@@ -383,10 +382,7 @@ class Caller:
         if self._alarm < _FOR_EVER:
             self._executor.call_at(self._alarm, self._expire)
         for pending in late:
-            fate = pending.answer.fate
-            fail(
-                pending, CallTimeout(describe(fate.what), fate.worker, pending.timeout)
-            )
+            fail(pending, too_late(pending))
 
     def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:
         """What an answer says; raises what it says was raised."""
