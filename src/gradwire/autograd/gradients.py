@@ -53,6 +53,16 @@ def keep(
             hook((), (gradient,))
 
 
+def keep_accumulated(
+    context: Context, flags: int, leaf: Tensor, gradient: Tensor
+) -> None:
+    """Add what the engine accumulated for a leaf, whose hooks it has called."""
+    gradient = gradient.clone()  # it may be a piece of what others will use again
+    context.add_gradient(leaf, gradient)
+    if flags & ACCUMULATE:
+        _add_to_grad(context, leaf, gradient)
+
+
 def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
     """A gradient that shares no memory with anything, laid out like its leaf."""
     if gradient.layout is not torch.strided or leaf.layout is not torch.strided:
@@ -73,11 +83,15 @@ def _shared_storages(captured: Sequence[Tensor | None]) -> set[int]:
     return {storage for storage, count in counts.items() if count > 1}
 
 
-def _accumulate(context: Context, leaf: Tensor, gradient: Tensor) -> None:
-    """Do as an ordinary backward does."""
+def _add_to_grad(context: Context, leaf: Tensor, gradient: Tensor) -> None:
     with context.lock, torch.set_grad_enabled(gradient.requires_grad):
         before = leaf.grad
         leaf.grad = gradient.clone() if before is None else add(before, gradient)
+
+
+def _accumulate(context: Context, leaf: Tensor, gradient: Tensor) -> None:
+    """Do as an ordinary backward does."""
+    _add_to_grad(context, leaf, gradient)
     for hook in list(
         (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
     ):

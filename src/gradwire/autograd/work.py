@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -14,12 +15,12 @@ from torch import Tensor
 from . import anomaly, engine, hooks
 from .contexts import Context
 from .engine import Job, Start
-from .gradients import keep
+from .gradients import keep, keep_accumulated
 from .graph import Segment, cut
 from .messages import ANOMALY, QUIET
 from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
-from .replicas import replicated, swapped_in
+from .replicas import accumulating, replicated
 
 
 class Work:
@@ -97,8 +98,8 @@ class Work:
         replicas = () if self._flags & QUIET else replicated(segment.leaves)
         if replicas:
             job = Job(roots, segment, (), self._flags, None)
-            leaves = [node.variable for node in segment.leaves]
-            with swapped_in(self._context, [*leaves, *replicas]):
+            kept = partial(keep_accumulated, self._context, self._flags)
+            with accumulating(replicas, segment.leaves, kept):
                 engine.accumulate(job, run)
             return ()
         job = Job(roots, segment, start.wanted, self._flags, given)
