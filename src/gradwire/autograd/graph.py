@@ -16,7 +16,7 @@ with residual paths could wait for each other for ever.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,8 +64,16 @@ def enter_late(send: Send, number: int) -> None:
     send.node._set_sequence_nr(number)
 
 
-def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segment]:
+def cut(
+    roots: Sequence[Any],
+    sends: Sequence[Send],
+    context: int,
+    joins: Callable[[Any], bool] = lambda leaf: False,
+) -> list[Segment]:
     """The segments of a graph: first those with roots.
+
+    `joins`: whether the whole gradient of a leaf, given by its node, has to be known at once. The
+    sources that reach it are then in one segment.
 
     Roots that wait for no sends are in one segment, all that do are in another: several that wait
     would have to be run at the same time.
@@ -82,6 +90,8 @@ def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segme
                     f"of a backward pass in context {context}"
                 )
     count = len(roots)
+    if count + len(sends) > 1:
+        walk.links += _links(walk.leaves, joins)
     if walk.links or count > 1:
         return _joined(roots, sends, walk)
     segments = []
@@ -152,6 +162,20 @@ def _walk(sources: Iterable[Any]) -> Walk:
         walk.recvs.append(recvs)
         walk.sizes.append(len(owner) - before)
     return walk
+
+
+def _links(
+    leaves: Sequence[set[Any]], joins: Callable[[Any], bool]
+) -> list[tuple[int, int]]:
+    """Which sources a leaf that several of them reach puts together."""
+    first: dict[Any, int] = {}
+    shared: dict[Any, list[tuple[int, int]]] = {}
+    for number, own in enumerate(leaves):
+        for leaf in own:
+            before = first.setdefault(leaf, number)
+            if before != number:
+                shared.setdefault(leaf, []).append((before, number))
+    return [link for leaf, links in shared.items() if joins(leaf) for link in links]
 
 
 def _groups(count: int, links: Iterable[tuple[int, int]]) -> list[int]:

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
+from . import hooks
+
 Gradients = tuple[Tensor | None, ...]
 
 _PREFIX = "torch::distributed::autograd::"
@@ -58,7 +60,7 @@ here = _Here()
 class Crossing:
     """One message's tensors that require grad, at one of its ends."""
 
-    __slots__ = ("context", "count", "id", "runs", "worker")
+    __slots__ = ("context", "count", "id", "is_hooked", "runs", "worker")
 
     def __init__(self, number: int, worker: int, context: int, count: int) -> None:
         self.id = number
@@ -68,6 +70,8 @@ class Crossing:
         self.count = count
         self.runs: list[Run] = []
         """Those under way that pass through here: one, unless passes overlap."""
+        self.is_hooked = False
+        """Users have put hooks on the node."""
 
     def __repr__(self) -> str:
         return f"<Crossing {self.id}: {self.count} tensors, worker {self.worker}>"
@@ -171,3 +175,5 @@ def _node_types() -> tuple[type, type, type]:
 
 SEND_NODE, RECV_NODE, LEAF_NODE = _node_types()
 """The types of the nodes of sends and recvs, and of those behind leaves (AccumulateGrad)."""
+hooks.note(SEND_NODE)
+hooks.note(RECV_NODE)
