@@ -344,7 +344,6 @@ def test_the_death_of_an_owner_in_a_step_is_an_error_and_others_stay_usable() ->
             others.step(ctx)
             with pytest.raises(gw.WorkerLostError):
                 optimizer.step(ctx)
-        del doomed, safe, optimizer, others
 
 
 def test_two_of_three_owners_step_when_the_third_is_gone() -> None:
@@ -363,7 +362,6 @@ def test_two_of_three_owners_step_when_the_third_is_gone() -> None:
             torch.testing.assert_close(
                 dict(model[index].state_dict()), dict(local[index].state_dict())
             )
-        del model, optimizer
 
 
 def test_references_to_an_optimizer_go_with_it() -> None:
