@@ -27,7 +27,7 @@ lint: .venv/.lint .venv/.bench
 	$(BIN)/mypy
 
 bench: .venv/.bench
-	$(BIN)/python -m gradwire.tools.bench
+	$(BIN)/python -m gradwire bench
 
 # A property with that many cases is one test: give it the time.
 fuzz: .venv/.test

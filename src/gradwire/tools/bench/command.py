@@ -1,4 +1,4 @@
-"""The command: `python -m gradwire.tools.bench [--rounds N] [--only WORD] [--json FILE]`."""
+"""The command: `gradwire bench [--rounds N] [--only WORD] [--json FILE]`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import random
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -17,13 +18,14 @@ from .report import Samples, show, summarize
 from .tasks import TASKS
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> int:
+    """Measure, show and write down."""
     parser = argparse.ArgumentParser(prog="gradwire bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="slices of each task")
     parser.add_argument("--only", default="", help="tasks whose name has this in it")
     parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--json", type=Path, default=Path("bench.json"))
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(given)
     tasks = [task.name for task in TASKS if arguments.only in task.name]
     if not tasks:
         names = ", ".join(repr(task.name) for task in TASKS)
@@ -34,6 +36,7 @@ def main() -> None:
     show(summary, console)
     arguments.json.write_text(json.dumps(summary, indent=1))
     console.print(f"written to {arguments.json}")
+    return 0
 
 
 def _measure(tasks: list[str], ways: list[str], rounds: int) -> Samples:
@@ -59,6 +62,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-main()
