@@ -166,6 +166,15 @@ def debug_info() -> dict[str, Any]:
     return current_worker().debug_info()
 
 
+def statistics() -> dict[str, Any]:
+    """Calls made and run, bytes sent and received, and how other workers are reached.
+
+    >>> sorted(statistics())
+    ['bytes_received', 'bytes_sent', 'calls_made', 'calls_run', 'links']
+    """
+    return current_worker().statistics()
+
+
 @contextmanager
 def context() -> Iterator[int]:
     """A context for a forward pass over workers and its backward passes; gives its id.
