@@ -27,6 +27,7 @@ RANKS = {
             "autograd",
             "worker",
             "api",
+            "owners",
             "optim",
             "nn",
             "launch tools testing",

@@ -5,7 +5,7 @@
 ...     gw.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
 """
 
-from . import autograd, rpc
+from . import autograd, nn, optim, rpc
 from .api import (
     all_gather,
     backward,
@@ -30,12 +30,15 @@ from .errors import (
     ClosedError,
     GradwireError,
     NotAllowedError,
+    OwnersError,
     ProtocolError,
     RemoteError,
     StaleReferenceError,
     WorkerLostError,
 )
 from .ids import WorkerInfo
+from .nn import RemoteModule
+from .optim import DistributedOptimizer, GradScaler
 from .options import Options
 from .rref.reference import RRef
 from .worker import Worker
@@ -46,12 +49,16 @@ __all__ = [
     "AuthenticationError",
     "CallTimeout",
     "ClosedError",
+    "DistributedOptimizer",
+    "GradScaler",
     "GradwireError",
     "NotAllowedError",
     "Options",
+    "OwnersError",
     "ProtocolError",
     "RRef",
     "RemoteError",
+    "RemoteModule",
     "StaleReferenceError",
     "Worker",
     "WorkerInfo",
@@ -67,8 +74,10 @@ __all__ = [
     "get_worker_infos",
     "grad",
     "init_rpc",
+    "nn",
     "on_join",
     "on_leave",
+    "optim",
     "register_reducer",
     "remote",
     "rpc",
