@@ -9,6 +9,7 @@ _USAGE = """\
 usage: gradwire COMMAND [options]
 
   launch   start the workers of a world: gradwire launch -n 4 train.py [args]
+  doctor   what this machine offers, what is used of it, and a self test
   bench    measure calls and backward passes beside torch RPC
 
 gradwire COMMAND --help tells more."""
@@ -16,6 +17,12 @@ gradwire COMMAND --help tells more."""
 
 def _launch(arguments: Sequence[str]) -> int:
     from .launch.command import main
+
+    return main(arguments)
+
+
+def _doctor(arguments: Sequence[str]) -> int:
+    from .tools.doctor.command import main
 
     return main(arguments)
 
@@ -29,6 +36,7 @@ def _bench(arguments: Sequence[str]) -> int:
 # Imported on use: launch should start quickly, bench needs an extra.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": _launch,
+    "doctor": _doctor,
     "bench": _bench,
 }
 
