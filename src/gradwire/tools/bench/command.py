@@ -1,4 +1,4 @@
-"""The command: `gradwire bench [--rounds N] [--only WORD] [--json FILE]`."""
+"""The command: `gradwire bench [--rounds N] [--only WORD] [--ways WAY ...]`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from .contender import WAYS, Contender
-from .report import Samples, show, summarize
+from .contender import Contender, available
+from .picture import draw
+from .report import BASE, Samples, show, summarize
 from .tasks import TASKS
 
 
@@ -23,8 +24,10 @@ def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="gradwire bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="slices of each task")
     parser.add_argument("--only", default="", help="tasks whose name has this in it")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    ways = available()
+    parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
     parser.add_argument("--json", type=Path, default=Path("bench.json"))
+    parser.add_argument("--png", type=Path, default=Path("bench.png"))
     arguments = parser.parse_args(given)
     tasks = [task.name for task in TASKS if arguments.only in task.name]
     if not tasks:
@@ -35,7 +38,10 @@ def main(given: Sequence[str]) -> int:
     console = Console(width=None if sys.stdout.isatty() else 120)
     show(summary, console)
     arguments.json.write_text(json.dumps(summary, indent=1))
-    console.print(f"written to {arguments.json}")
+    if BASE in arguments.ways and len(arguments.ways) > 1:
+        draw(summary, arguments.png)
+        console.print(f"picture: {arguments.png}")
+    console.print(f"figures: {arguments.json}")
     return 0
 
 

@@ -28,8 +28,8 @@ class Caller:
 
     sync: Call
     start: Call
-    remote: Call
-    autograd: Any
+    remote: Call | None = None
+    autograd: Any = None
     """The module with `context` and `backward`."""
 
 
@@ -42,6 +42,11 @@ class Task:
     goal: float | None = None
     tcp_goal: float | None = None
     unit: str = "µs"
+    needs: str = ""
+    """What of a `Caller` it uses beside plain calls."""
+
+    def can_run(self, caller: Caller) -> bool:
+        return not self.needs or getattr(caller, self.needs) is not None
 
 
 def _each(call: Callable[[], object], count: int) -> list[float]:
@@ -91,11 +96,10 @@ def _one_async(caller: Caller, count: int = 300) -> Sample:
 
 
 def _remote(caller: Caller, count: int = 300) -> Sample:
-    a, b = torch.ones(3, 3), torch.ones(3, 3)
-    _each(lambda: caller.remote(functions.add, (a, b)).to_here(), 20)
-    return _summary(
-        _each(lambda: caller.remote(functions.add, (a, b)).to_here(), count)
-    )
+    remote, tensors = caller.remote, _tensors()
+    assert remote is not None
+    _each(lambda: remote(functions.add, tensors).to_here(), 20)
+    return _summary(_each(lambda: remote(functions.add, tensors).to_here(), count))
 
 
 def _train(
@@ -172,10 +176,10 @@ TASKS = [
     Task("3×3 tensor add", _latency(functions.add, _tensors(), 400), 6),
     Task("one asynchronous add at a time", _one_async),
     Task("2,000 outstanding adds, each", _outstanding, 8),
-    Task("remote 3×3 add, to_here", _remote, 6),
-    Task("tiny forward and backward", _train(_add, 200), 5),
-    Task("backward of it alone", _backward, 4),
-    Task("four hops, forward and backward", _train(_hops, 100), 5),
+    Task("remote 3×3 add, to_here", _remote, 6, needs="remote"),
+    Task("tiny forward and backward", _train(_add, 200), 5, needs="autograd"),
+    Task("backward of it alone", _backward, 4, needs="autograd"),
+    Task("four hops, forward and backward", _train(_hops, 100), 5, needs="autograd"),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
     Task("receive 1 MB", _receive(MB, 40), 2.5),
