@@ -10,6 +10,7 @@ usage: gradwire COMMAND [options]
 
   launch   start the workers of a world: gradwire launch -n 4 train.py [args]
   doctor   what this machine offers, what is used of it, and a self test
+  demo     train a network spread over four workers, and the same in one process
   bench    measure calls and backward passes beside torch RPC
 
 gradwire COMMAND --help tells more."""
@@ -27,6 +28,12 @@ def _doctor(arguments: Sequence[str]) -> int:
     return main(arguments)
 
 
+def _demo(arguments: Sequence[str]) -> int:
+    from .tools.demo.command import main
+
+    return main(arguments)
+
+
 def _bench(arguments: Sequence[str]) -> int:
     from .tools.bench.command import main
 
@@ -37,6 +44,7 @@ def _bench(arguments: Sequence[str]) -> int:
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
     "launch": _launch,
     "doctor": _doctor,
+    "demo": _demo,
     "bench": _bench,
 }
 
