@@ -5,7 +5,7 @@
 ...     gw.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
 """
 
-from . import autograd, nn, optim, rpc
+from . import autograd, checkpoint, nn, optim, rpc
 from .api import (
     all_gather,
     backward,
@@ -24,6 +24,7 @@ from .api import (
     rpc_sync,
     shutdown,
 )
+from .checkpoint import load, save
 from .errors import (
     AuthenticationError,
     CallTimeout,
@@ -68,12 +69,14 @@ __all__ = [
     "autograd",
     "backward",
     "barrier",
+    "checkpoint",
     "context",
     "get_gradients",
     "get_worker_info",
     "get_worker_infos",
     "grad",
     "init_rpc",
+    "load",
     "nn",
     "on_join",
     "on_leave",
@@ -83,5 +86,6 @@ __all__ = [
     "rpc",
     "rpc_async",
     "rpc_sync",
+    "save",
     "shutdown",
 ]

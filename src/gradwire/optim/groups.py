@@ -86,18 +86,19 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 def changes(group: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that are not as someone was told, in a form that does not change."""
-    return {
-        key: value.detach().clone() if isinstance(value, torch.Tensor) else copy(value)
-        for key, value in settings_of(group).items()
-        if key not in told or not _is_same(value, told[key])
-    }
+    changed = {}
+    for key, value in group.items():
+        if key in _NOT_SETTINGS or (key in told and _is_same(value, told[key])):
+            continue
+        is_tensor = isinstance(value, torch.Tensor)
+        changed[key] = value.detach().clone() if is_tensor else copy(value)
+    return changed
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
-        both = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-        return both and torch.equal(one, other)
-    return type(one) is type(other) and bool(one == other)
+    if type(one) is not type(other):
+        return False
+    return torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
 
 
 def merge_states(states: Iterable[tuple[Share, Mapping[int, Any]]]) -> dict[int, Any]:

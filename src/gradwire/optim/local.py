@@ -10,18 +10,33 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from math import inf
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.nn.utils import get_total_norm
 
 from ..api import get_gradients
 from ..errors import GradwireError
 from .groups import Group, settings_of
+
+_SMALL = 1 << 20  # numbers in a group
+_SAME_AT_ONCE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.Rprop,
+)
+"""The classes whose results do not depend on `foreach`. Those of ASGD do."""
 
 Changes = Mapping[int, Mapping[str, Any]]
 """New settings, by number of the group on this owner."""
@@ -32,7 +47,7 @@ class LocalOptimizer:
 
     def __init__(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class: type[optim.Optimizer],
         groups: Sequence[Group],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -51,6 +66,11 @@ class LocalOptimizer:
         groups = self.optimizer.param_groups
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
         self._locks = _locks_of(self.params)
+        self._is_small = [
+            sum(p.numel() for p in group["params"]) <= _SMALL
+            and all(p.device.type == "cpu" for p in group["params"])
+            for group in groups
+        ]
 
     def describe(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The defaults, and the settings of each group."""
@@ -84,11 +104,12 @@ class LocalOptimizer:
         with self._locked():
             for number, settings in (changed or {}).items():
                 self.optimizer.param_groups[number].update(settings)
-            if gradients is None:
-                self.optimizer.step()
-            else:
-                with _put_in_place(self.params, gradients):
+            with _all_at_once(self._small_groups()):
+                if gradients is None:
                     self.optimizer.step()
+                else:
+                    with _put_in_place(self.params, gradients):
+                        self.optimizer.step()
 
     def zero_grad(self, set_to_none: bool) -> None:
         with self._locked():
@@ -142,12 +163,36 @@ class LocalOptimizer:
         gradients = gradients_in(context_id)
         return [gradients[p] for p in self.params if p in gradients]
 
+    def _small_groups(self) -> list[Group]:
+        """Groups for which torch would choose one operation for each parameter.
+
+        That costs more than the arithmetic where the parameters are small. All at once is the same
+        arithmetic, but takes memory for as many numbers again.
+        """
+        if type(self.optimizer) not in _SAME_AT_ONCE:
+            return []
+        return [
+            group
+            for group, is_small in zip(
+                self.optimizer.param_groups, self._is_small, strict=True
+            )
+            if is_small
+            and group.get("foreach", False) is None
+            and not any(group.get(key) for key in ("fused", "differentiable"))
+            and not any(isinstance(value, Tensor) for value in group.values())
+        ]
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        with ExitStack() as held:
+        taken = []
+        try:
             for lock in self._locks:
-                held.enter_context(lock)
+                lock.acquire()
+                taken.append(lock)
             yield
+        finally:
+            for lock in taken:
+                lock.release()
 
 
 def gradients_in(context_id: int) -> dict[Tensor, Tensor]:
@@ -156,6 +201,18 @@ def gradients_in(context_id: int) -> dict[Tensor, Tensor]:
         return get_gradients(context_id)
     except GradwireError:
         return {}  # the one who asks has seen that there is such a context
+
+
+@contextmanager
+def _all_at_once(groups: Sequence[Group]) -> Iterator[None]:
+    """Have an optimizer treat all parameters of each of these groups in one operation."""
+    for group in groups:
+        group["foreach"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["foreach"] = None
 
 
 @contextmanager

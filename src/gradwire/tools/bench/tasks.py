@@ -24,13 +24,17 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One way to call the other worker."""
+    """One way to call the other worker. What it cannot do is None."""
 
     sync: Call
     start: Call
-    remote: Call | None = None
+    remote: Any = None
     autograd: Any = None
     """The module with `context` and `backward`."""
+    own: Any = None
+    """A reference to a value of the calling worker."""
+    optimizer: Any = None
+    """The class `DistributedOptimizer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +101,6 @@ def _one_async(caller: Caller, count: int = 300) -> Sample:
 
 def _remote(caller: Caller, count: int = 300) -> Sample:
     remote, tensors = caller.remote, _tensors()
-    assert remote is not None
     _each(lambda: remote(functions.add, tensors).to_here(), 20)
     return _summary(_each(lambda: remote(functions.add, tensors).to_here(), count))
 
@@ -136,6 +139,18 @@ def _add(caller: Caller, x: torch.Tensor) -> torch.Tensor:
 def _hops(caller: Caller, x: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = caller.sync(functions.hop, (4, 1, x))
     return result
+
+
+def _step(caller: Caller, count: int = 100) -> Sample:
+    """A step of 20 small parameters, half of them on each of the two workers."""
+    here = [caller.own(weight) for weight in functions.weights()]
+    there = [caller.remote(functions.weight, (index,)) for index in range(10)]
+    optimizer = caller.optimizer(torch.optim.SGD, here + there, lr=0.01, momentum=0.9)
+    with caller.autograd.context() as number:
+        loss = functions.use_weights() + caller.sync(functions.use_weights, ())
+        caller.autograd.backward(number, [loss])
+        _each(lambda: optimizer.step(number), 10)
+        return _summary(_each(lambda: optimizer.step(number), count))
 
 
 def _send(length: int, count: int) -> Callable[[Caller], Sample]:
@@ -180,6 +195,7 @@ TASKS = [
     Task("tiny forward and backward", _train(_add, 200), 5, needs="autograd"),
     Task("backward of it alone", _backward, 4, needs="autograd"),
     Task("four hops, forward and backward", _train(_hops, 100), 5, needs="autograd"),
+    Task("optimizer step, 20 parameters on 2 owners", _step, 3, needs="optimizer"),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
     Task("receive 1 MB", _receive(MB, 40), 2.5),
