@@ -134,15 +134,32 @@ def test_many_threads_call_both_ways_at_the_same_time(manner: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("options", "way"),
     [
-        ({}, "unix, shared memory"),
-        ({"shared_memory": False}, "unix,"),
-        ({"unix_sockets": False}, "tcp,"),
+        ({}, "Unix sockets, shared memory"),
+        ({"shared_memory": False}, "Unix sockets"),
+        ({"unix_sockets": False}, "TCP"),
     ],
 )
 def test_options_choose_the_way(options: dict[str, Any], way: str) -> None:
     with socket_world(2, **options) as workers:
         workers[0].rpc_sync("worker1", max, (1, 2))
-        assert repr(link(workers[0])).startswith(f"<link to worker1: {way}")
+        assert repr(link(workers[0])) == f"<link to worker1: {way}, 1 lanes>"
+        assert workers[0].statistics()["links"] == {"worker1": way}
+
+
+def test_all_bytes_and_calls_are_counted(manner: dict[str, Any]) -> None:
+    sizes = [
+        size for size in SIZES for _ in range(3)
+    ]  # also those by the first message
+    with socket_world(2, **manner) as workers:
+        for size in sizes:
+            workers[0].rpc_sync("worker1", echo, (noise(size),))
+        made, run = (worker.statistics() for worker in workers)
+        assert made["calls_made"] == run["calls_run"] == len(sizes)
+        for one, other in (workers, workers[::-1]):
+            received = other.statistics()["bytes_received"]
+            assert 0 < received - sum(sizes) < 10_000
+            # What was sent is counted when the system has taken it; that may be later.
+            wait_until(lambda: one.statistics()["bytes_sent"] == received)  # noqa: B023
 
 
 # Shared memory
@@ -291,7 +308,7 @@ def test_it_works_where_there_is_no_memfd(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(os, "memfd_create")
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: unix, ")
+        assert repr(link(workers[0])).startswith("<link to worker1: Unix sockets, ")
         assert "shared memory" not in repr(link(workers[0]))
 
 
@@ -331,7 +348,7 @@ def test_it_works_where_there_are_no_unix_sockets(
     monkeypatch.setattr(addresses, "listen_unix", missing)
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: tcp")
+        assert repr(link(workers[0])).startswith("<link to worker1: TCP")
 
 
 @pytest.mark.usefixtures("quiet")
@@ -346,7 +363,7 @@ def test_tcp_is_used_when_a_unix_address_cannot_be_reached(
     monkeypatch.setattr(addresses, "listen_unix", listen_elsewhere)
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: tcp")
+        assert repr(link(workers[0])).startswith("<link to worker1: TCP")
 
 
 def test_it_works_without_epoll(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -196,6 +196,20 @@ class Worker:
             **self.references.debug_info(),
         }
 
+    def statistics(self) -> dict[str, Any]:
+        """What went to and from this worker since its start, and how it reaches the others.
+
+        Calls include the messages of Gradwire's own, such as the steps of a backward pass.
+        """
+        links = self._transport.links().items()
+        return {
+            "calls_made": self._agent.caller.started,
+            "calls_run": self._agent.run_count,
+            "bytes_sent": self._transport.traffic.sent,
+            "bytes_received": self._transport.traffic.received,
+            "links": {self._agent.members.name(to): link for to, link in links},
+        }
+
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all workers have called this."""
         self._collectives.barrier(timeout)

@@ -113,6 +113,8 @@ class Agent:
         self._in_context: InContext | None = None
         self._peers: dict[int, Peer] = {}
         self._closed = False
+        self.run_count = 0
+        """Requests of others that were run here, those of upper layers too."""
 
     def __repr__(self) -> str:
         return f"<Agent of {self.me.name}: {self.caller.in_flight} calls in flight>"
@@ -277,6 +279,7 @@ class Agent:
             value.begin()
 
     def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
+        self.run_count += 1
         message = after(frame, self._codec.open(frame, sender))
         handler = self._handlers[type(message)]
         if frame.scope and self._in_context is not None:

@@ -66,6 +66,17 @@ class Card:
             raise ProtocolError(f"not a worker's card: {data[:200]!r}") from error
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that a worker has sent and received, by sockets and by shared memory.
+
+    All connections count here without a lock: `+=` of plain numbers is not interrupted.
+    """
+
+    sent: int = 0
+    received: int = 0
+
+
 class Receiver(Protocol):
     """What the layer above does with what arrives. Called on any thread."""
 
@@ -95,6 +106,12 @@ class Transport(Protocol):
     """Moves parcels to other workers. All methods may be called from any thread."""
 
     has_lanes: bool
+
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def links(self) -> dict[int, str]:
+        """How the workers that we call are reached, for people."""
 
     def card(self, name: str, number: int, main: str) -> Card:
         """The card of the worker that this transport serves."""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from ..errors import WorkerLostError
 from ..threads import Executor
 from ..wire.frames import Frame, Parcel
-from .base import Answer, Card, IsOver, Receiver, Transport
+from .base import Answer, Card, IsOver, Receiver, Traffic, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +53,13 @@ class FaultyTransport:
 
     def __repr__(self) -> str:
         return f"<FaultyTransport around {self._inner!r}: {self.faults}>"
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._inner.traffic
+
+    def links(self) -> dict[int, str]:
+        return self._inner.links()
 
     def card(self, name: str, number: int, main: str) -> Card:
         return self._inner.card(name, number, main)

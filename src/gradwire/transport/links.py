@@ -79,9 +79,13 @@ class OutgoingLink:
         return not self._dialer.by_unix
 
     def __repr__(self) -> str:
-        how = "unix" if self._dialer.by_unix else "tcp"
-        memory = ", shared memory" if self._pool is not None else ""
-        return f"<link to {self._to.name}: {how}{memory}, {len(self._lanes)} lanes>"
+        return f"<link to {self._to.name}: {self.describe()}, {len(self._lanes)} lanes>"
+
+    def describe(self) -> str:
+        """How it is made, for people."""
+        if not self._dialer.by_unix:
+            return "TCP"
+        return "Unix sockets" + (", shared memory" if self._pool is not None else "")
 
     def post(self, call: int, parcel: Parcel) -> None:
         self.channel.post(call, parcel)

@@ -18,7 +18,7 @@ from ..options import Options
 from ..threads import Executor
 from ..wire.frames import Frame, Limits, Parcel
 from . import addresses
-from .base import Answer, Card, IsOver, Receiver
+from .base import Answer, Card, IsOver, Receiver, Traffic
 from .dialing import Dialer, receive_exactly
 from .handshake import (
     HELLO_SIZE,
@@ -51,6 +51,7 @@ class SocketTransport:
     def __init__(
         self, options: Options, executor: Executor, rendezvous: str | None = None
     ) -> None:
+        self.traffic = Traffic()
         self._options = options
         self._executor = executor
         self._host = addresses.host_identity()
@@ -79,6 +80,10 @@ class SocketTransport:
     def __repr__(self) -> str:
         return f"<SocketTransport {self._tcp}: {[*self._out.values()]}>"
 
+    def links(self) -> dict[int, str]:
+        with self._lock:
+            return {worker: link.describe() for worker, link in self._out.items()}
+
     def card(self, name: str, number: int, main: str) -> Card:
         """This worker's card."""
         return Card(
@@ -103,6 +108,7 @@ class SocketTransport:
             limits=Limits(options.max_body, options.max_bulk),
             spin=self._spin,
             recycler=Recycler(),
+            traffic=self.traffic,
         )
         self._poller.start()
         for listener in self._listeners:

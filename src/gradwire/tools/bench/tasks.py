@@ -24,16 +24,16 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One way to call the other worker."""
+    """One way to call the other worker. What it cannot do is None."""
 
     sync: Call
     start: Call
-    remote: Call
-    autograd: Any
+    remote: Any = None
+    autograd: Any = None
     """The module with `context` and `backward`."""
-    own: Callable[[Any], Any]
+    own: Any = None
     """A reference to a value of the calling worker."""
-    optimizer: Any
+    optimizer: Any = None
     """The class `DistributedOptimizer`."""
 
 
@@ -46,6 +46,11 @@ class Task:
     goal: float | None = None
     tcp_goal: float | None = None
     unit: str = "µs"
+    needs: str = ""
+    """What of a `Caller` it uses beside plain calls."""
+
+    def can_run(self, caller: Caller) -> bool:
+        return not self.needs or getattr(caller, self.needs) is not None
 
 
 def _each(call: Callable[[], object], count: int) -> list[float]:
@@ -95,11 +100,9 @@ def _one_async(caller: Caller, count: int = 300) -> Sample:
 
 
 def _remote(caller: Caller, count: int = 300) -> Sample:
-    a, b = torch.ones(3, 3), torch.ones(3, 3)
-    _each(lambda: caller.remote(functions.add, (a, b)).to_here(), 20)
-    return _summary(
-        _each(lambda: caller.remote(functions.add, (a, b)).to_here(), count)
-    )
+    remote, tensors = caller.remote, _tensors()
+    _each(lambda: remote(functions.add, tensors).to_here(), 20)
+    return _summary(_each(lambda: remote(functions.add, tensors).to_here(), count))
 
 
 Forward = Callable[[Caller, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -190,11 +193,11 @@ TASKS = [
     Task("3×3 tensor add", _latency(functions.add, _tensors(), 400), 6),
     Task("one asynchronous add at a time", _one_async),
     Task("2,000 outstanding adds, each", _outstanding, 8),
-    Task("remote 3×3 add, to_here", _remote, 6),
-    Task("tiny forward and backward", _train(_add, 200), 5),
-    Task("backward of it alone", _backward, 4),
-    Task("four hops, forward and backward", _train(_hops, 100), 5),
-    Task("optimizer step, 20 parameters on 2 owners", _step, 3),
+    Task("remote 3×3 add, to_here", _remote, 6, needs="remote"),
+    Task("tiny forward and backward", _train(_add, 200), 5, needs="autograd"),
+    Task("backward of it alone", _backward, 4, needs="autograd"),
+    Task("four hops, forward and backward", _train(_hops, 100), 5, needs="autograd"),
+    Task("optimizer step, 20 parameters on 2 owners", _step, 3, needs="optimizer"),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
     Task("receive 1 MB", _receive(MB, 40), 2.5),
