@@ -227,6 +227,8 @@ class SocketTransport:
             self._out = {k: v for k, v in self._out.items() if v is not link}
             self._in = {k: v for k, v in self._in.items() if v is not link}
             self._replies = {k: v for k, v in self._replies.items() if v is not link}
+            if not link.was_used:
+                return
             if reason is None:
                 self._leaving.add(link.peer)
             leaves = link.peer in self._leaving
