@@ -49,6 +49,8 @@ class Caller:
         codec: Codec,
         deliver: Callable[[int, Frame], None],
     ) -> None:
+        self.timeout_error = CallTimeout
+        """What is raised when a call takes too long, or a subclass of it."""
         self._me = me
         self._default_timeout = options.timeout
         self._executor = executor
@@ -74,6 +76,11 @@ class Caller:
     def started(self) -> int:
         """Users' calls ever made from here."""
         return self._posted + self._exchanges
+
+    def answers(self) -> list[CallFuture]:
+        """The futures of all that was posted and is not answered."""
+        with self._lock:
+            return [pending.answer for pending in self._calls]
 
     def underway(self, to: int) -> set[int]:
         """The calls to a worker that may still be answered."""
@@ -154,7 +161,7 @@ class Caller:
             if left <= seconds:
                 future.set_exception(fresh_copy(error))
                 raise
-            raise CallTimeout(error.call, error.worker, seconds) from None
+            raise type(error)(error.call, error.worker, seconds) from None
         except WorkerLostError as error:
             if error.worker == held.peer.name:  # and not of a reference in the answer
                 future.set_exception(fresh_copy(error))
@@ -254,7 +261,7 @@ class Caller:
                 limit = None if seconds in (0, _FOR_EVER) else seconds
                 frame = self._transport.exchange(peer.card, parcel, limit)
             except TimeoutError:
-                raise CallTimeout(describe(what), peer.name, seconds) from None
+                raise self.timeout_error(describe(what), peer.name, seconds) from None
             arrived = frame.kind == RESULT
             return after(frame, self._open(peer, what, frame))
         finally:
@@ -367,9 +374,8 @@ class Caller:
             self._executor.call_at(self._alarm, self._expire)
         for pending in late:
             fate = pending.answer.fate
-            fail(
-                pending, CallTimeout(describe(fate.what), fate.worker, pending.timeout)
-            )
+            what, seconds = describe(fate.what), pending.timeout
+            fail(pending, self.timeout_error(what, fate.worker, seconds))
 
     def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:
         """What an answer says; raises what it says was raised."""

@@ -79,6 +79,11 @@ class RRef(Generic[T]):
         self._service = service
         self._type_future: CallFuture | None = None
 
+    @staticmethod
+    def explain(error: Exception) -> Exception:
+        """What uses of a reference raise if the call that makes its value has failed."""
+        return error
+
     def owner(self) -> WorkerInfo:
         """Who has the value."""
         return self._core.owner
@@ -190,4 +195,5 @@ def calling_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_PACKAGES = frozenset(("gradwire", "gradwire.rref", "gradwire.nn", "gradwire.optim"))
+_OURS = "rref nn optim compat compat.rpc".split()
+_PACKAGES = frozenset(("gradwire", *(f"gradwire.{name}" for name in _OURS)))

@@ -27,7 +27,7 @@ from ..wire.messages import Call
 from .carriage import Carriage
 from .custody import Custody
 from .estate import Estate
-from .fork import Fork
+from .fork import Creation, Fork
 from .janitor import Janitor
 from .ledger import Holding
 from .messages import (
@@ -52,23 +52,17 @@ from .values import OwnedValue
 log = logging.getLogger("gradwire")
 
 
-class Creation(CallFuture):
-    """The answer to the call that makes a value; tells if there will be none."""
-
-    def __init__(self, failed: Callable[[Exception], None], *args: Any) -> None:
-        super().__init__(*args)
-        self._failed = failed
-
-    def set_exception(self, result: Exception) -> None:
-        super().set_exception(result)
-        self._failed(result)
-
-
 class References:
     """References of and to one worker."""
 
     def __init__(
-        self, agent: Agent, *, executor: Executor, runner: Runner, timeout: float
+        self,
+        agent: Agent,
+        *,
+        executor: Executor,
+        runner: Runner,
+        timeout: float,
+        kind: type[RRef[Any]] = RRef,
     ) -> None:
         self.me: WorkerInfo = agent.me.info
         self.estate = Estate(self.me)
@@ -78,6 +72,7 @@ class References:
         self._executor = executor
         self._runner = runner
         self._timeout = timeout
+        self._kind = kind
         self._leaked: dict[Holding, str] = {}  # what is held when all is quiet
         agent.handle(CREATE, Create, self._create, in_haste=False, in_context=True)
         agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
@@ -87,7 +82,7 @@ class References:
         agent.handle(RECALL, Recall, self._recalled)
         agent.gone.subscribe(self._worker_gone)
         self.carriage = Carriage(
-            agent, self.estate, self.custody, lambda core: RRef.over(core, self)
+            agent, self.estate, self.custody, lambda core: kind.over(core, self)
         )
 
     def __repr__(self) -> str:
@@ -238,12 +233,12 @@ class References:
         else:
             failed = core.fail
         # Likely the next thing is to ask for the value: let them go together.
-        make = partial(Creation, failed)
+        make = partial(Creation, failed, self._kind.explain)
         creation = self._agent.caller.call_soon(peer, create, timeout, make)
         if isinstance(core, Fork):
             core.creation = creation
         _keeping(keep, creation)
-        return RRef.over(core, self)
+        return self._kind.over(core, self)
 
     # What others ask
 
@@ -311,8 +306,7 @@ class References:
             self.estate.creation_failed(value, why)
 
     def _recalled(self, sender: int, recall: Recall) -> bool | None:
-        underway = self._agent.caller.underway(sender)
-        key = recall.owner, recall.fork
+        key, underway = (recall.owner, recall.fork), self._agent.caller.underway(sender)
         return self.custody.fork_asked(sender, recall.token, key, underway)
 
     def _creation_failed(self, holding: Holding, error: Exception) -> None:
@@ -323,6 +317,11 @@ class References:
         self.custody.worker_gone(worker.id)
 
     # The end
+
+    @property
+    def unconfirmed(self) -> int:
+        """Values that were asked for and are not known to have been made."""
+        return sum(isinstance(a, Creation) for a in self._agent.caller.answers())
 
     @property
     def started(self) -> int:
@@ -352,6 +351,11 @@ class References:
         gone = [h for h in self._leaked if self._agent.members.get(h.owner) is None]
         left = {holding: self._leaked[holding] for holding in gone}
         self._leaked = left | self.custody.holdings()
+
+    def let_go_of_all(self) -> None:
+        """Give up all that is held here, also what there are handles to."""
+        held = self.custody.holdings()
+        self.custody.handles_dropped([(h.owner, h.fork) for h in held])
 
     def report_leaks(self) -> None:
         """Name the references that are still held at the end of the world."""
