@@ -311,7 +311,7 @@ class Caller:
         self._send(held.peer, pending.call, held.parcel, deadline)
 
     def _send(self, peer: Peer, call: int, parcel: Parcel, deadline: float) -> None:
-        if peer.id == self._me:
+        if peer.id == self._me and not self._transport.carries_own:
             frame = parcel.arrive(call)
             self._executor.submit(lambda: self._deliver(self._me, frame))
             return

@@ -24,9 +24,8 @@ class Creation(CallFuture):
         self._explain = explain
 
     def set_exception(self, result: Exception) -> None:
-        error = self._explain(result)
-        super().set_exception(error)
-        self._failed(error)
+        super().set_exception(self._explain(result))
+        self._failed(result)
 
 
 class Fork:

@@ -208,7 +208,7 @@ class References:
         if made is not None:
             return made
         if isinstance(core, OwnedValue):
-            return self._when_ready(core, "nothing")
+            return self._fetch_here(core, None, "nothing")
         future = self._agent.caller.local_future(Create, core.owner.name)
         future.set_result(None)
         return future
@@ -227,11 +227,8 @@ class References:
         keep: Core | None = None,
     ) -> RRef[Any]:
         """Have a value made; a reference to it. What its making needs is kept meanwhile."""
-        failed: Callable[[Exception], None]
-        if isinstance(core, Fork):
-            failed = partial(self._creation_failed, core.holding)
-        else:
-            failed = core.fail
+        of = core.holding if isinstance(core, Fork) else core
+        failed = partial(self._creation_failed, of)
         # Likely the next thing is to ask for the value: let them go together.
         make = partial(Creation, failed, self._kind.explain)
         creation = self._agent.caller.call_soon(peer, create, timeout, make)
@@ -309,8 +306,11 @@ class References:
         key, underway = (recall.owner, recall.fork), self._agent.caller.underway(sender)
         return self.custody.fork_asked(sender, recall.token, key, underway)
 
-    def _creation_failed(self, holding: Holding, error: Exception) -> None:
-        self.custody.creation_failed(holding, f"{type(error).__name__}: {error}")
+    def _creation_failed(self, of: Holding | OwnedValue, error: Exception) -> None:
+        if isinstance(of, OwnedValue):
+            of.fail(self._kind.explain(error))
+        elif not (isinstance(error, CallTimeout) and self._kind.keeps_late_values):
+            self.custody.creation_failed(of, f"{type(error).__name__}: {error}")
 
     def _worker_gone(self, worker: WorkerInfo) -> None:
         self.estate.worker_gone(worker)

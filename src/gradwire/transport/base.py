@@ -89,6 +89,8 @@ class Transport(Protocol):
     """Moves parcels to other workers. All methods may be called from any thread."""
 
     has_lanes: bool
+    carries_own: bool
+    """Whether requests of a worker to itself go this way, too."""
 
     def card(self, name: str, number: int, main: str) -> Card:
         """The card of the worker that this transport serves."""

@@ -40,6 +40,7 @@ class FaultyTransport:
     """Another transport, with faults."""
 
     has_lanes = False
+    carries_own = False
 
     def __init__(
         self, inner: Transport, executor: Executor, *, seed: int, faults: Faults

@@ -47,6 +47,7 @@ class SocketTransport:
     """Moves parcels between processes."""
 
     has_lanes = True
+    carries_own = False
 
     def __init__(
         self, options: Options, executor: Executor, rendezvous: str | None = None
