@@ -150,11 +150,11 @@ class TensorPipeAgent(RpcAgent):
         rref.name_by(self.numbers)
         return rref
 
-    def fetch(self, rref: RRef[Any], timeout: float) -> Any:
+    def fetch(self, rref: RRef[Any], timeout: float | None) -> Any:
         """The value of a reference."""
         return self.worker.references.fetch(rref._core, self.seconds(timeout))
 
-    def fetch_type(self, rref: RRef[Any], timeout: float, blocking: bool) -> Any:
+    def fetch_type(self, rref: RRef[Any], timeout: float | None, blocking: bool) -> Any:
         """The type of the value of a reference, or the future of it."""
         if profiling.is_on() and not rref.is_owner():
             what = rref.owner(), _rref_typeof_on_owner, (rref,), None

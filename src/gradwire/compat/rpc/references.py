@@ -14,9 +14,10 @@ from ...rref.fork import Fork
 from ...rref.messages import maker_of, number_of
 from ...rref.reference import Core, Service
 from ...rref.reference import RRef as _RRef
+from ...rref.values import OwnedValue
 from .. import state
 from .constants import UNSET_RPC_TIMEOUT
-from .errors import RpcTimeout, explain_creation
+from .errors import RpcTimeout, RRefCreationError, explain_creation
 from .workers import WorkerInfo, known
 
 T = TypeVar("T")
@@ -25,7 +26,7 @@ T = TypeVar("T")
 class RRef(_RRef[T]):
     """A reference to a value on some worker. The torch names of it are in `_names`."""
 
-    __slots__ = ("_names", "_profiling", "_types")
+    __slots__ = ("_names", "_profiling", "_types", "made_by")
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = state.get()
@@ -41,8 +42,10 @@ class RRef(_RRef[T]):
         super()._setup(core, service)
         self._names: tuple[int, ...] = ()
         self._profiling: Any = None
+        self.made_by: Any = None  # the function, where that makes a difference
         self._types: dict[bool, Any] = {}  # asked for once only, in each way
 
+    keeps_late_values = True
     explain = staticmethod(explain_creation)
 
     def name_by(self, numbers: Iterator[int]) -> None:
@@ -125,7 +128,8 @@ class RRef(_RRef[T]):
 
     def _serialize(self) -> NoReturn:
         with _torch_texts(self, "fork an UserRRef"):
-            self._check()
+            self._agent()
+            self.check()
         raise RuntimeError(
             "RRef._serialize() is not there in Gradwire: pass the RRef itself in a call, "
             "at any depth of its arguments (docs/migrate.md)"
@@ -137,11 +141,15 @@ class RRef(_RRef[T]):
             "RRef._deserialize() is not there in Gradwire: pass the RRef itself in a call"
         )
 
-    def _check(self) -> None:
-        """Raises why the reference is of no use any more."""
-        if isinstance(self._core, Fork):
-            _ = self._core.is_confirmed
-        self._agent()
+    def check(self) -> None:
+        super().check()
+        if isinstance(self._core, OwnedValue) and self._core.is_ready:
+            try:
+                self._core.get()
+            except RRefCreationError:
+                raise
+            except Exception:  # noqa: BLE001 it is for who asks for the value
+                pass
 
     def _agent(self) -> Any:
         if state.agent is None:
@@ -166,7 +174,7 @@ class RRef(_RRef[T]):
 
     def __reduce__(self) -> NoReturn:
         with _torch_texts(self, "fork an UserRRef"):
-            self._check()
+            self._agent()
         raise RuntimeError(
             "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
         )
