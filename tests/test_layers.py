@@ -27,8 +27,10 @@ RANKS = {
             "autograd",
             "worker",
             "api",
+            "owners",
             "optim",
             "nn",
+            "checkpoint",
             "launch tools testing",
             "compat",
         ]
@@ -175,7 +177,7 @@ def is_allowed(importer: str, imported: str) -> bool:
     if importer in ENTRIES:
         return True
     if imported == ROOT:
-        return rank(importer) > RANKS["nn"]  # the root re-exports all up to nn
+        return rank(importer) > RANKS["checkpoint"]  # the root re-exports all up to it
     if imported in FACES:
         return rank(importer) > RANKS["api"]
     if folder(importer) == folder(imported):

@@ -5,7 +5,7 @@
 ...     gw.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
 """
 
-from . import autograd, rpc
+from . import autograd, checkpoint, nn, optim, rpc
 from .api import (
     all_gather,
     backward,
@@ -24,18 +24,22 @@ from .api import (
     rpc_sync,
     shutdown,
 )
+from .checkpoint import load, save
 from .errors import (
     AuthenticationError,
     CallTimeout,
     ClosedError,
     GradwireError,
     NotAllowedError,
+    OwnersError,
     ProtocolError,
     RemoteError,
     StaleReferenceError,
     WorkerLostError,
 )
 from .ids import WorkerInfo
+from .nn import RemoteModule
+from .optim import DistributedOptimizer, GradScaler
 from .options import Options
 from .rref.reference import RRef
 from .worker import Worker
@@ -46,12 +50,16 @@ __all__ = [
     "AuthenticationError",
     "CallTimeout",
     "ClosedError",
+    "DistributedOptimizer",
+    "GradScaler",
     "GradwireError",
     "NotAllowedError",
     "Options",
+    "OwnersError",
     "ProtocolError",
     "RRef",
     "RemoteError",
+    "RemoteModule",
     "StaleReferenceError",
     "Worker",
     "WorkerInfo",
@@ -61,18 +69,23 @@ __all__ = [
     "autograd",
     "backward",
     "barrier",
+    "checkpoint",
     "context",
     "get_gradients",
     "get_worker_info",
     "get_worker_infos",
     "grad",
     "init_rpc",
+    "load",
+    "nn",
     "on_join",
     "on_leave",
+    "optim",
     "register_reducer",
     "remote",
     "rpc",
     "rpc_async",
     "rpc_sync",
+    "save",
     "shutdown",
 ]

@@ -6,6 +6,7 @@ GradwireError                 (a RuntimeError, so that code written for torch's 
 ├── WorkerLostError           the world: a worker died, left, or cannot be reached
 ├── CallTimeout               the world: no answer in time (also a TimeoutError)
 ├── StaleReferenceError       the world: the value of a reference is gone, with who kept it alive
+├── OwnersError               several of these at once, from several workers
 ├── ProtocolError             the other side: bytes that make no sense
 │   └── AuthenticationError   the other side: it does not know the world's key
 └── RemoteError               your function over there: it raised (the cause of what you catch)
@@ -56,6 +57,18 @@ class CallTimeout(GradwireError, TimeoutError):
 
 class StaleReferenceError(GradwireError):
     """The value of a reference was freed: the one who passed it on is gone, or was too slow."""
+
+
+class OwnersError(GradwireError):
+    """What went wrong on several workers that did one thing together, by name of the worker."""
+
+    def __init__(self, errors: dict[str, Exception]) -> None:
+        lines = [f"{name}: {type(e).__name__}: {e}" for name, e in errors.items()]
+        super().__init__(f"on {len(errors)} workers:\n" + "\n".join(lines))
+        self.errors = errors
+
+    def __reduce__(self) -> tuple[type[OwnersError], tuple[dict[str, Exception]]]:
+        return type(self), (self.errors,)
 
 
 class ProtocolError(GradwireError):

@@ -100,9 +100,9 @@ def _main(way: str, rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     name = f"worker{rank}"
     if way.startswith("gradwire"):
-        from ... import autograd, rpc
+        from ... import autograd, optim, rpc
     else:
-        rpc, autograd = _torch()
+        rpc, autograd, optim = _torch()
     functions.call = rpc.rpc_sync
     rpc.init_rpc(name, rank=rank, world_size=2)
     if rank == 0:
@@ -112,15 +112,17 @@ def _main(way: str, rank: int, port: int) -> None:
                 start=lambda func, args: rpc.rpc_async("worker1", func, args=args),
                 remote=lambda func, args: rpc.remote("worker1", func, args=args),
                 autograd=autograd,
+                own=rpc.RRef,
+                optimizer=optim.DistributedOptimizer,
             )
         )
     rpc.shutdown()
 
 
-def _torch() -> tuple[Any, Any]:
-    from torch.distributed import autograd, rpc
+def _torch() -> tuple[Any, Any, Any]:
+    from torch.distributed import autograd, optim, rpc
 
-    return rpc, autograd
+    return rpc, autograd, optim
 
 
 if __name__ == "__main__":

@@ -62,3 +62,21 @@ def hop(left: int, to: int, x: torch.Tensor) -> torch.Tensor:
         return x + x
     result: torch.Tensor = call(f"worker{1 - to}", hop, args=(left - 1, 1 - to, x + x))
     return result
+
+
+_weights: list[torch.Tensor] = []
+
+
+def weights() -> list[torch.Tensor]:
+    """Ten small parameters of this worker."""
+    if not _weights:
+        _weights.extend(torch.ones(3, 3, requires_grad=True) for _ in range(10))
+    return _weights
+
+
+def weight(index: int) -> torch.Tensor:
+    return weights()[index]
+
+
+def use_weights() -> torch.Tensor:
+    return torch.stack(weights()).sum()

@@ -31,6 +31,10 @@ class Caller:
     remote: Call
     autograd: Any
     """The module with `context` and `backward`."""
+    own: Callable[[Any], Any]
+    """A reference to a value of the calling worker."""
+    optimizer: Any
+    """The class `DistributedOptimizer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,18 @@ def _hops(caller: Caller, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _step(caller: Caller, count: int = 100) -> Sample:
+    """A step of 20 small parameters, half of them on each of the two workers."""
+    here = [caller.own(weight) for weight in functions.weights()]
+    there = [caller.remote(functions.weight, (index,)) for index in range(10)]
+    optimizer = caller.optimizer(torch.optim.SGD, here + there, lr=0.01, momentum=0.9)
+    with caller.autograd.context() as number:
+        loss = functions.use_weights() + caller.sync(functions.use_weights, ())
+        caller.autograd.backward(number, [loss])
+        _each(lambda: optimizer.step(number), 10)
+        return _summary(_each(lambda: optimizer.step(number), count))
+
+
 def _send(length: int, count: int) -> Callable[[Caller], Sample]:
     def run(caller: Caller) -> Sample:
         x = torch.ones(length, dtype=torch.uint8)
@@ -176,6 +192,7 @@ TASKS = [
     Task("tiny forward and backward", _train(_add, 200), 5),
     Task("backward of it alone", _backward, 4),
     Task("four hops, forward and backward", _train(_hops, 100), 5),
+    Task("optimizer step, 20 parameters on 2 owners", _step, 3),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
     Task("receive 1 MB", _receive(MB, 40), 2.5),

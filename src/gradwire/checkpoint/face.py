@@ -1,0 +1,64 @@
+"""What users call to save and load a model that is spread over workers.
+
+What does the work is beside this file, and imported on first use: torch's checkpoints take a second
+to import.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from typing import Any
+
+from torch import nn
+
+from ..optim import DistributedOptimizer
+
+
+def save(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: DistributedOptimizer | None = None,
+    *,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a checkpoint of a model into a folder; each owner writes what it has.
+
+    The folder is one that all owners see. What was saved in it before stays whole until the new
+    one is complete, also if this is killed. `extra` is plain data and tensors, for `load` to
+    return. No one should step meanwhile.
+
+    Raises:
+        GradwireError: an owner does not see the folder, or another save into it is under way.
+        TypeError: `extra` has something else in it.
+        ValueError: the optimizer has parameters that are not in the model.
+        Exception: what went wrong on an owner; `OwnersError` if it was several.
+    """
+    from .driver import save_checkpoint
+
+    save_checkpoint(path, model, optimizer, extra)
+
+
+def load(
+    path: str | PathLike[str],
+    model: nn.Module,
+    optimizer: DistributedOptimizer | None = None,
+    *,
+    strict: bool = True,
+) -> dict[str, Any]:
+    """Read a checkpoint into a model, which may be on other workers than the one it was made of.
+
+    Names and shapes are looked at before anything is changed. With `strict` the names have to be
+    the same; else those that are in both are read.
+
+    Returns:
+        The `extra` of `save`.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        ValueError: it is one of another model, or has no optimizer.
+        Exception: what went wrong on an owner; `OwnersError` if it was several.
+    """
+    from .driver import load_checkpoint
+
+    return load_checkpoint(path, model, optimizer, strict=strict)

@@ -1,0 +1,55 @@
+"""The folder of a checkpoint, and how a new one takes the place of the one before.
+
+    checkpoint/
+        .metadata            names the files in the newest complete save, and what is in them
+        save-3f9a01/         the files of that save
+
+A save writes a folder of its own. It counts from the moment its `.metadata` is moved over the one
+before, which is one operation of the file system. All other folders are what older saves, or saves
+that were killed, have left, and are removed then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ..errors import GradwireError
+
+METADATA = ".metadata"
+_SAVES = "save-"
+
+
+@contextmanager
+def new_save(folder: Path) -> Iterator[Path]:
+    """A folder for the files of a save, whose metadata is there at the end of the block.
+
+    Raises:
+        GradwireError: another one is under way, in any process of this host.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise GradwireError(f"another save to {folder} is under way") from error
+        made = folder / f"{_SAVES}{secrets.token_hex(4)}"
+        made.mkdir()
+        try:
+            yield made
+            (made / METADATA).replace(folder / METADATA)
+        except BaseException:
+            shutil.rmtree(made, ignore_errors=True)
+            raise
+        os.fsync(handle)
+        for other in folder.glob(f"{_SAVES}*"):
+            if other != made:
+                shutil.rmtree(other, ignore_errors=True)
+    finally:
+        os.close(handle)  # and with it the lock
