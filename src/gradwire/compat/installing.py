@@ -27,6 +27,8 @@ MODULES = {
     f"{_DISTRIBUTED}.autograd": f"{_HERE}.autograd",
     _RPC: f"{_HERE}.rpc",
     **{f"{_RPC}.{part}": f"{_HERE}.rpc.{part}" for part in _PARTS},
+    f"{_DISTRIBUTED}.optim.optimizer": f"{_HERE}.optimizer",
+    f"{_DISTRIBUTED}.nn.api.remote_module": f"{_HERE}.remote_module",
 }
 """By the name that programs use, what they get."""
 
@@ -73,10 +75,9 @@ def _replace_modules() -> None:
         del sys.modules[name]
     sys.meta_path.insert(0, _Finder())
     for name, ours in MODULES.items():
-        if name in sys.modules or not name.endswith("_testing"):
-            module = importlib.import_module(ours)
-            sys.modules[name] = module
-            parent, _, child = name.rpartition(".")
+        parent, _, child = name.rpartition(".")
+        if parent in sys.modules and child != "_testing":  # else when it is imported
+            module = sys.modules[name] = importlib.import_module(ours)
             setattr(sys.modules[parent], child, module)
 
 
@@ -94,6 +95,12 @@ def _replace_names() -> None:
     ]
     for module, name, ours in replaced:
         setattr(module, name, ours)
+    for package, part in (("optim", "optimizer"), ("nn", "api.remote_module")):
+        name = f"{_DISTRIBUTED}.{package}"
+        if name in sys.modules:  # and so has imported torch's own
+            module = sys.modules[f"{name}.{part}"]
+            for public in module.__all__:
+                setattr(sys.modules[name], public, getattr(module, public))
     profiling.install()
 
 
