@@ -85,7 +85,7 @@ def join_world(
             return sockets
         return FaultyTransport(sockets, executor, seed=seed, faults=faults)
 
-    return open_worker(name, place, Options(**options), enter, wrap=wrap)
+    return open_worker(name, place, Options(**options), enter, around=wrap)
 
 
 def open_world(

@@ -622,6 +622,18 @@ def test_a_call_times_out_also_while_it_connects(
 BY_TCP: dict[str, Any] = {"unix_sockets": False, "heartbeat": 0.5}
 
 
+def test_who_gives_up_while_it_connects_is_not_taken_for_lost() -> None:
+    with socket_world(2) as (one, two):
+        gone: list[object] = []
+        two.on_leave(gone.append)
+        for _ in range(20):  # some of them after the other end has accepted
+            with pytest.raises(gw.CallTimeout):
+                one.rpc_async("worker1", time.sleep, args=(0.01,), timeout=1e-4).wait()
+        assert one.rpc_sync("worker1", max, args=(1, 2)) == 2
+        assert two.rpc_sync("worker0", max, args=(1, 2)) == 2
+        assert gone == []
+
+
 def test_a_link_that_went_silent_is_found_by_the_heartbeat(gate: Gate) -> None:
     with Proxy() as proxy:
         workers = open_world(2, apart={1: proxy.options}, **BY_TCP)

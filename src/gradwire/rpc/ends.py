@@ -33,7 +33,7 @@ def fail(pending: Pending, error: Exception) -> None:
     pending.answer.set_exception(error)
 
 
-def too_late(pending: Pending) -> CallTimeout:
+def too_late(pending: Pending, kind: type[CallTimeout]) -> CallTimeout:
     """What a call ends with that was not answered in time."""
     fate = pending.answer.fate
-    return CallTimeout(describe(fate.what), fate.worker, pending.timeout)
+    return kind(describe(fate.what), fate.worker, pending.timeout)

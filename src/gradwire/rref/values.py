@@ -113,3 +113,10 @@ class OwnedValue:
             waiting, self._waiting = self._waiting, []
         for callback in waiting:
             callback()
+
+
+def part_of(value: Any, part: str) -> Any:
+    """What was asked for of a value: itself, its type, or only that it is there."""
+    if part == "nothing":
+        return None
+    return type(value) if part == "type" and type(value) is not Failed else value

@@ -106,6 +106,8 @@ class Transport(Protocol):
     """Moves parcels to other workers. All methods may be called from any thread."""
 
     has_lanes: bool
+    carries_own: bool
+    """Whether requests of a worker to itself go this way, too."""
 
     @property
     def traffic(self) -> Traffic: ...

@@ -72,6 +72,10 @@ class OutgoingLink:
             station, self._stream(first), self.peer, self._channel_ended
         )
         self.channel.start()
+        self.ping()  # now it counts at the other end
+
+    was_used = True
+    """Whether its end is the end of the other worker."""
 
     @property
     def is_remote(self) -> bool:
@@ -224,6 +228,12 @@ class IncomingLink:
         self._map: SegmentMap | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._silent_since = 0.0
+
+    @property
+    def was_used(self) -> bool:
+        """Whether anything came by it. If not, who made it may have given up half-way."""
+        return self.channel is not None and self.channel.heard_at != self._silent_since
 
     def __repr__(self) -> str:
         return f"<link from worker {self.peer}: {len(self._lanes)} lanes>"
@@ -257,6 +267,7 @@ class IncomingLink:
                 started = self.channel = Channel(
                     self._station, self._stream(sock), self.peer, self._channel_ended
                 )
+                self._silent_since = started.heard_at
         if started is not None:
             started.start()
 

@@ -36,6 +36,7 @@ class LoopbackTransport:
     """One worker's place in the network."""
 
     has_lanes = False
+    carries_own = False
 
     def __init__(self, network: LoopbackNetwork, executor: Executor) -> None:
         self.traffic = Traffic()
