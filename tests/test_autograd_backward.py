@@ -352,6 +352,26 @@ def test_an_error_frees_those_who_wait() -> None:
         assert world.passes() == 0
 
 
+def test_a_long_way_around_keeps_few_threads_waiting() -> None:
+    most = 0
+
+    def look(_: Tensor) -> None:
+        nonlocal most
+        most = max(most, threading.active_count())
+
+    with autograds(3) as world, world[0].context() as context:
+        x = doubles(2)
+        y = x * 1
+        for step in range(300):
+            (y,) = world.transfer(step % 3, (step + 1) % 3, context, [y])
+            y = y * 1.01
+            y.register_hook(look)
+        world[0].backward(context, [y.sum()])
+        (gradient,) = world[0].get_gradients(context).values()
+    torch.testing.assert_close(gradient, torch.full_like(x, 1.01**300))
+    assert 1 < most < 120
+
+
 def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
     with autograds(2) as world, world[0].context() as context:
         x, y = doubles(3), doubles(3)

@@ -322,7 +322,7 @@ class Part:
             leaving = self._run(runs.pop(0), runs, question)
             last = None
             if is_free and not runs and not (question and question.deliveries):
-                last = leaving.pop() if leaving else None
+                last = leaving.pop() if leaving and self._talk.can_ask() else None
             for message in leaving:
                 self._talk.post(message, self._answered)
             if last is not None:

@@ -13,6 +13,7 @@ from .passes import Words
 
 Look = Callable[[], Any]
 
+_MOST_ASKING = 16  # threads of a worker that a pass may keep waiting at a time
 _GLANCE = 0.05  # seconds that a look at one answer may take
 
 
@@ -39,15 +40,23 @@ class Talk:
         self._about = about
         self._is_over = is_over
         self._futures: list[CallFuture] = []
+        self._asking = 0  # threads; two that come at the same time may count as one
+
+    def can_ask(self) -> bool:
+        """Whether one more thread may wait. Along a long way around many workers, many would."""
+        return self._asking < _MOST_ASKING
 
     def ask(self, message: Message) -> Look:
         """Say something, and wait for the answer, or until the pass is over."""
         to, words, leaving = message
+        self._asking += 1
         try:
             step = messages.step(self._about, words, leaving)
             answer = self._desk.ask(to, step, self._is_over)
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
             return _raising(error)
+        finally:
+            self._asking -= 1
         return lambda: answer
 
     def post(self, message: Message, answered: Callable[[int, Look], None]) -> None:
