@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ..errors import ProtocolError
 from ..threads import Bell
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import GOODBYE, PING, PONG
@@ -155,6 +156,8 @@ class Channel:
             if self._closed:
                 return
             self._closed = True
+        if isinstance(why, ProtocolError):
+            self.heard_at = time.monotonic()  # something came, if only nonsense
         self._station.poller.drop(self)
         self._stream.hang_up()
         self._deliver_rest()
