@@ -8,7 +8,7 @@ FUZZ ?= 10
 TORCH := 2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet
-EXTRAS := test lint bench
+EXTRAS := test lint bench demo
 
 .PHONY: test demo lint bench fuzz clean
 # Two pips in one .venv would get into each other's way.
@@ -17,8 +17,8 @@ EXTRAS := test lint bench
 test: .venv/.test
 	$(BIN)/python -m pytest
 
-demo: .venv/.gradwire
-	$(BIN)/python examples/two_workers.py
+demo: .venv/.demo
+	$(BIN)/python -m gradwire demo --out build/demo
 
 # With what bench needs, because mypy follows its imports.
 lint: .venv/.lint .venv/.bench
@@ -27,7 +27,7 @@ lint: .venv/.lint .venv/.bench
 	$(BIN)/mypy
 
 bench: .venv/.bench
-	$(BIN)/python -m gradwire.tools.bench
+	$(BIN)/python -m gradwire bench
 
 # A property with that many cases is one test: give it the time.
 fuzz: .venv/.test
@@ -44,10 +44,6 @@ TORCH_STAMP := .venv/.torch-$(TORCH)
 $(TORCH_STAMP):
 	$(PYTHON) -m venv .venv
 	$(INSTALL) torch==$(TORCH)
-	touch $@
-
-.venv/.gradwire: $(TORCH_STAMP) pyproject.toml
-	$(INSTALL) -e .
 	touch $@
 
 $(EXTRAS:%=.venv/.%): .venv/.%: $(TORCH_STAMP) pyproject.toml

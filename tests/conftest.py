@@ -81,7 +81,8 @@ def _descriptors() -> Iterator[str]:
     for number in os.listdir(folder):
         try:
             path = os.readlink(f"{folder}/{number}")
-            if not path.startswith("/dev/nvidia"):  # the driver's own
+            # The driver's own, and matplotlib's, which reads each font once.
+            if not path.startswith("/dev/nvidia") and not path.endswith(".ttf"):
                 yield f"descriptor {number} ({path})"
         except FileNotFoundError:
             continue  # closed meanwhile, as the one that lists the folder always is

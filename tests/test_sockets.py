@@ -19,7 +19,9 @@ from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire.transport import addresses, poller, segments
+from gradwire.transport.faulty import Faults
 from gradwire.transport.rendezvous import Place
+from gradwire.wire.messages import RESULT
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
@@ -132,15 +134,32 @@ def test_many_threads_call_both_ways_at_the_same_time(manner: dict[str, Any]) ->
 @pytest.mark.parametrize(
     ("options", "way"),
     [
-        ({}, "unix, shared memory"),
-        ({"shared_memory": False}, "unix,"),
-        ({"unix_sockets": False}, "tcp,"),
+        ({}, "Unix sockets, shared memory"),
+        ({"shared_memory": False}, "Unix sockets"),
+        ({"unix_sockets": False}, "TCP"),
     ],
 )
 def test_options_choose_the_way(options: dict[str, Any], way: str) -> None:
     with socket_world(2, **options) as workers:
         workers[0].rpc_sync("worker1", max, (1, 2))
-        assert repr(link(workers[0])).startswith(f"<link to worker1: {way}")
+        assert repr(link(workers[0])) == f"<link to worker1: {way}, 1 lanes>"
+        assert workers[0].statistics()["links"] == {"worker1": way}
+
+
+def test_all_bytes_and_calls_are_counted(manner: dict[str, Any]) -> None:
+    sizes = [
+        size for size in SIZES for _ in range(3)
+    ]  # also those by the first message
+    with socket_world(2, **manner) as workers:
+        for size in sizes:
+            workers[0].rpc_sync("worker1", echo, (noise(size),))
+        made, run = (worker.statistics() for worker in workers)
+        assert made["calls_made"] == run["calls_run"] == len(sizes)
+        for one, other in (workers, workers[::-1]):
+            received = other.statistics()["bytes_received"]
+            assert 0 < received - sum(sizes) < 10_000
+            # What was sent is counted when the system has taken it; that may be later.
+            wait_until(lambda: one.statistics()["bytes_sent"] == received)  # noqa: B023
 
 
 # Shared memory
@@ -289,7 +308,7 @@ def test_it_works_where_there_is_no_memfd(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(os, "memfd_create")
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: unix, ")
+        assert repr(link(workers[0])).startswith("<link to worker1: Unix sockets, ")
         assert "shared memory" not in repr(link(workers[0]))
 
 
@@ -329,7 +348,7 @@ def test_it_works_where_there_are_no_unix_sockets(
     monkeypatch.setattr(addresses, "listen_unix", missing)
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: tcp")
+        assert repr(link(workers[0])).startswith("<link to worker1: TCP")
 
 
 @pytest.mark.usefixtures("quiet")
@@ -344,7 +363,7 @@ def test_tcp_is_used_when_a_unix_address_cannot_be_reached(
     monkeypatch.setattr(addresses, "listen_unix", listen_elsewhere)
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: tcp")
+        assert repr(link(workers[0])).startswith("<link to worker1: TCP")
 
 
 def test_it_works_without_epoll(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -787,3 +806,45 @@ def test_nobody_counts_as_lost_when_all_shut_down_together(
                     worker.rpc_sync(i, max, (1, 2))
             close_world(workers)
     assert not [record.getMessage() for record in caplog.records]
+
+
+# Answers that nobody must miss
+
+
+def test_a_waiter_is_woken_although_the_answer_came_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    twice = {"faults": Faults(repeat=1.0, kinds=frozenset([RESULT]))}
+    with socket_world(2, apart={1: twice}) as workers:
+        assert workers[0].rpc_sync("worker1", max, (1, 2)) == 2  # connected by now
+        caller, channel = workers[0]._agent.caller, link(workers[0]).channel
+        is_open, opening, answered = caller._open, threading.Event(), channel._answered
+        go_on = threading.Event()
+
+        def open_slowly(*args: Any) -> Any:
+            opening.set()
+            assert go_on.wait(LIMIT)
+            return is_open(*args)
+
+        monkeypatch.setattr(caller, "_open", open_slowly)
+        future = workers[0].rpc_async("worker1", max, (3, 4))
+        assert opening.wait(LIMIT)
+        wait_until(lambda: channel._answered == answered + 2)  # and the second was late
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(future.wait, LIMIT / 2)
+            wait_until(lambda: channel._waiters or channel._role.locked())
+            go_on.set()
+            assert waiting.result(LIMIT / 4) == 4
+
+
+def test_a_burst_that_is_over_at_once_leaves_its_connection_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket_world(2) as workers:
+        assert workers[0].rpc_async("worker1", max, (1, 2)).wait() == 2
+        channel = link(workers[0]).channel
+        with monkeypatch.context() as patch:
+            patch.setattr(workers[0]._executor, "call_at", lambda when, task: task())
+            channel._hold()
+        future = workers[0].rpc_async("worker1", max, (3, 4))
+        wait_until(future.done)  # nobody waits for it, so the poller has to read it

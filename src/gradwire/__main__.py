@@ -1,46 +1,73 @@
-"""`python -m gradwire run script.py ...`: run a program for torch.distributed.rpc unmodified."""
+"""The `gradwire` command, also `python -m gradwire`: picks the subcommand."""
 
 from __future__ import annotations
 
-import argparse
-import runpy
 import sys
-from pathlib import Path
+from collections.abc import Callable, Sequence
+
+_USAGE = """\
+usage: gradwire COMMAND [options]
+
+  run      run a program for torch.distributed.rpc: gradwire run train.py [args]
+  launch   start the workers of a world: gradwire launch -n 4 train.py [args]
+  doctor   what this machine offers, what is used of it, and a self test
+  demo     train a network spread over four workers, and the same in one process
+  bench    measure calls and backward passes beside torch RPC
+
+gradwire COMMAND --help tells more."""
 
 
-def _parse(arguments: list[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m gradwire", description=__doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
-    run = commands.add_parser(
-        "run",
-        help="run a program with Gradwire behind torch.distributed.rpc and its kin",
-    )
-    run.add_argument("-m", action="store_true", help="it is a module, as for python -m")
-    run.add_argument("program", help="the script, or the module")
-    run.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
-    return parser.parse_args(arguments)
+def _run(arguments: Sequence[str]) -> int:
+    from .compat.command import main
+
+    return main(arguments)
 
 
-def _run(program: str, arguments: list[str], *, is_module: bool) -> None:
-    from .compat import install
+def _launch(arguments: Sequence[str]) -> int:
+    from .launch.command import main
 
-    install()
-    sys.argv[:] = [program, *arguments]
-    if is_module:
-        sys.path.insert(0, "")
-        runpy.run_module(program, run_name="__main__", alter_sys=True)
-    elif not Path(program).exists():
-        sys.exit(f"python -m gradwire run: there is no {program!r}")
-    else:
-        sys.path.insert(0, str(Path(program).resolve().parent))
-        runpy.run_path(program, run_name="__main__")
+    return main(arguments)
 
 
-def main() -> None:
-    """Do what the command line says."""
-    given = _parse(sys.argv[1:])
-    _run(given.program, given.arguments, is_module=given.m)
+def _doctor(arguments: Sequence[str]) -> int:
+    from .tools.doctor.command import main
+
+    return main(arguments)
+
+
+def _demo(arguments: Sequence[str]) -> int:
+    from .tools.demo.command import main
+
+    return main(arguments)
+
+
+def _bench(arguments: Sequence[str]) -> int:
+    from .tools.bench.command import main
+
+    return main(arguments)
+
+
+# Imported on use: launch should start quickly, bench needs an extra.
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
+    "launch": _launch,
+    "doctor": _doctor,
+    "demo": _demo,
+    "bench": _bench,
+}
+
+
+def main() -> int:
+    """Run the subcommand; its exit status."""
+    name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
+    if name in ("-h", "--help"):
+        print(_USAGE)
+        return 0
+    if name not in COMMANDS:
+        print(f"gradwire: no command {name!r}\n\n{_USAGE}", file=sys.stderr)
+        return 2
+    return COMMANDS[name](arguments)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

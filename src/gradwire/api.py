@@ -35,7 +35,7 @@ _reducers: dict[type, Reducer] = {}
 
 
 def init_rpc(  # noqa: PLR0913 torch's signature
-    name: str,
+    name: str | None = None,
     backend: None = None,
     rank: int | None = None,
     world_size: int | None = None,
@@ -47,9 +47,10 @@ def init_rpc(  # noqa: PLR0913 torch's signature
 ) -> Worker:
     """Join a world as worker `name`, and make it this process's current worker.
 
-    Workers meet at `init_method` (`env://` by default, `tcp://host:port`, `file:///path`) or at a
-    `store`. Without `world_size` the world is elastic: workers come and go. Further keywords are
-    fields of `Options`.
+    The name is `GRADWIRE_NAME` or `worker<rank>` by default. Workers meet at `init_method`
+    (`env://` by default, `tcp://host:port`, `file:///path`) or at a `store`. Without
+    `world_size` the world is elastic: workers come and go. Further keywords are fields of
+    `Options`.
 
     Returns:
         The worker; use it in a `with` block to have it shut down.
@@ -72,6 +73,7 @@ def init_rpc(  # noqa: PLR0913 torch's signature
             )
         rank = None if rank is not None and rank < 0 else rank
         place = find_place(init_method, store, rank, world_size, settings.join_timeout)
+        name = _own_name(place.rank) if name is None else name
         worker = open_worker(name, place, settings, _enter_thread)
         adopt(worker)
         return worker
@@ -167,6 +169,15 @@ def remote(
 def debug_info() -> dict[str, Any]:
     """Calls in flight, values owned and who holds them, references held and on their way."""
     return current_worker().debug_info()
+
+
+def statistics() -> dict[str, Any]:
+    """Calls made and run, bytes sent and received, and how other workers are reached.
+
+    >>> sorted(statistics())
+    ['bytes_received', 'bytes_sent', 'calls_made', 'calls_run', 'links']
+    """
+    return current_worker().statistics()
 
 
 @contextmanager
@@ -311,6 +322,13 @@ def enter(worker: Worker | None) -> Worker | None:
     before: Worker | None = getattr(_thread, "worker", None)
     _thread.worker = worker
     return before
+
+
+def _own_name(rank: int | None) -> str:
+    name = os.environ.get("GRADWIRE_NAME")
+    if name is None and rank is None:
+        raise ValueError("name=None, and there is no rank to name the worker by")
+    return f"worker{rank}" if name is None else name
 
 
 def _enter_thread(worker: Worker) -> None:

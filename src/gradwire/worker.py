@@ -39,6 +39,7 @@ log = logging.getLogger("gradwire")
 _CLOSE = 5.0  # seconds for the threads to end; one in a user's function may take longer
 
 MakeTransport = Callable[[Executor], Transport]
+Surround = Callable[[Transport, Executor], Transport]
 OnThread = Callable[["Worker"], object]
 
 
@@ -213,6 +214,20 @@ class Worker:
             **self.references.debug_info(),
         }
 
+    def statistics(self) -> dict[str, Any]:
+        """What went to and from this worker since its start, and how it reaches the others.
+
+        Calls include the messages of Gradwire's own, such as the steps of a backward pass.
+        """
+        links = self._transport.links().items()
+        return {
+            "calls_made": self._agent.caller.started,
+            "calls_run": self._agent.run_count,
+            "bytes_sent": self._transport.traffic.sent,
+            "bytes_received": self._transport.traffic.received,
+            "links": {self._agent.members.name(to): link for to, link in links},
+        }
+
     def barrier(self, timeout: float | None = None) -> None:
         """Wait until all workers have called this."""
         self._collectives.barrier(timeout)
@@ -305,16 +320,17 @@ def open_worker(
     options: Options,
     on_thread: OnThread | None = None,
     kinds: Kinds | None = None,
-    around: Callable[[Transport, Executor], Transport] | None = None,
+    around: Surround | None = None,
 ) -> Worker:
     """A worker that talks by sockets, in the world that meets at `place`.
 
-    `around` may put something between the worker and its sockets.
+    `around` may put another transport around the sockets, such as one with faults.
 
     Raises:
         ValueError: the name or rank is taken or makes no sense.
         GradwireError: the others did not come in time.
     """
+
     check_name(name)
     meeting = Meeting(place, options)
 

@@ -208,6 +208,11 @@ class RemoteModule(Standin):
     def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
         _unsupported("add_module", _ON_ITS_WORKER)
 
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        _unsupported(
+            "__deepcopy__", "a new RemoteModule, and its load_state_dict(state_dict())"
+        )
+
 
 _ON_ITS_WORKER = (
     "apply(fn), whose fn gets the module on its worker, or an ordinary module "

@@ -16,7 +16,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.nn.utils import get_total_norm
 
 from ..api import get_gradients
@@ -24,6 +24,19 @@ from ..errors import GradwireError
 from .groups import Group, settings_of
 
 _SMALL = 1 << 20  # numbers in a group
+_SAME_AT_ONCE = (
+    optim.SGD,
+    optim.Adam,
+    optim.AdamW,
+    optim.NAdam,
+    optim.RAdam,
+    optim.Adamax,
+    optim.Adadelta,
+    optim.Adagrad,
+    optim.RMSprop,
+    optim.Rprop,
+)
+"""The classes whose results do not depend on `foreach`. Those of ASGD do."""
 
 Changes = Mapping[int, Mapping[str, Any]]
 """New settings, by number of the group on this owner."""
@@ -34,7 +47,7 @@ class LocalOptimizer:
 
     def __init__(
         self,
-        optimizer_class: type[torch.optim.Optimizer],
+        optimizer_class: type[optim.Optimizer],
         groups: Sequence[Group],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
@@ -156,6 +169,8 @@ class LocalOptimizer:
         That costs more than the arithmetic where the parameters are small. All at once is the same
         arithmetic, but takes memory for as many numbers again.
         """
+        if type(self.optimizer) not in _SAME_AT_ONCE:
+            return []
         return [
             group
             for group, is_small in zip(

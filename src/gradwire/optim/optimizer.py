@@ -143,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """The state as of a torch optimizer that has all these parameters, in the same order."""
         states = self.call_owners("state")
-        pairs = ((self.shares[name], state) for name, state in states.items())
+        pairs = ((self.shares[n], self._apart(n, s)) for n, s in states.items())
         groups, position = [], 0
         for group in self.param_groups:
             end = position + len(group["params"])
@@ -162,7 +162,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         calls = {}
         for name, share in self.shares.items():
             settings = {i: saved[number] for i, number in enumerate(share.groups)}
-            state = split_state(share, state_dict)
+            state = self._apart(name, split_state(share, state_dict))
             calls[name] = (self.owners[name], "load_state", (state, settings))
         described = call_all(calls)
         for group, loaded in zip(self.param_groups, saved, strict=True):
@@ -174,6 +174,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def call_owners(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of every owner's `LocalOptimizer`; what they return, by name."""
         return call_all({n: (owner, method, args) for n, owner in self.owners.items()})
+
+    def _apart(self, name: str, state: Any) -> Any:
+        """State that shares nothing with who has it; from and to elsewhere it is a copy anyway."""
+        return deepcopy(state) if self.owners[name].is_owner() else state
 
     def _changes(self, share: Share) -> dict[int, dict[str, Any]]:
         """The settings that an owner does not know yet."""

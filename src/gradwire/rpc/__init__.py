@@ -23,6 +23,7 @@ if typing.TYPE_CHECKING:
         rpc_async,
         rpc_sync,
         shutdown,
+        statistics,
     )
     from ..ids import WorkerInfo
     from ..rref.reference import RRef
@@ -45,6 +46,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "shutdown",
+    "statistics",
 ]
 
 

@@ -18,10 +18,11 @@ from typing import Any
 from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..rpc import modes
-from ..rpc.agent import Agent, prepare
+from ..rpc.agent import Agent
+from ..rpc.encoding import prepare
 from ..rpc.futures import CallFuture, settle
 from ..rpc.peers import Peer
-from ..rpc.runner import Failed, Later, Runner
+from ..rpc.runner import Later, Runner
 from ..threads import Executor
 from ..wire.messages import Call
 from .carriage import Carriage
@@ -47,7 +48,7 @@ from .messages import (
 )
 from .reference import Core, RRef, calling_line
 from .reports import debug_info, describe_held
-from .values import OwnedValue
+from .values import OwnedValue, part_of
 
 log = logging.getLogger("gradwire")
 
@@ -114,7 +115,7 @@ class References:
         """The value, or its type."""
         if isinstance(core, OwnedValue):
             seconds = self._timeout if timeout is None else timeout
-            return _part(core.wait(self._executor, seconds), part)
+            return part_of(core.wait(self._executor, seconds), part)
         if not core.is_confirmed:
             return self._fetch_new(core, timeout, part)
         message = Fetch(core.id, core.holding.fork, part)
@@ -168,7 +169,7 @@ class References:
             if completes.acquire(blocking=False):
                 settle(future, look)
 
-        owned.when_ready(lambda: end(lambda: _part(owned.get(), part)))
+        owned.when_ready(lambda: end(lambda: part_of(owned.get(), part)))
         if timeout:
             late = partial(owned.give_up, timeout)
             self._executor.call_at(time.monotonic() + timeout, lambda: end(late))
@@ -286,13 +287,13 @@ class References:
     def _fetched(self, sender: int, message: Fetch) -> Any:
         owned, part = self.estate.find(message.value, message.fork), message.part
         if owned.is_ready:
-            return _part(owned.give(), part)
+            return part_of(owned.give(), part)
         return Later(self._when_ready(owned, part))
 
     def _when_ready(self, owned: OwnedValue, part: str) -> CallFuture:
         """The future of what is to be sent of a value."""
         future = self._agent.caller.local_future(Fetch, self.me.name)
-        owned.when_ready(lambda: future.set_result(_part(owned.give(), part)))
+        owned.when_ready(lambda: future.set_result(part_of(owned.give(), part)))
         return future
 
     def _noted(self, sender: int, notes: Notes) -> None:
@@ -385,13 +386,6 @@ def _fork_of(core: Core) -> int:
         return 0
     _ = core.is_confirmed
     return core.holding.fork
-
-
-def _part(value: Any, part: str) -> Any:
-    """What was asked for of a value: itself, its type, or only that it is there."""
-    if part == "nothing":
-        return None
-    return type(value) if part == "type" and type(value) is not Failed else value
 
 
 def _keeping(core: Core | None, future: CallFuture) -> CallFuture:

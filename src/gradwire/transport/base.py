@@ -19,6 +19,12 @@ from ..errors import ProtocolError
 from ..ids import WorkerInfo, check_name
 from ..wire.frames import Frame, Parcel
 
+NAP = 0.5
+"""Seconds after which one who waits looks whether there is still a reason to."""
+
+IsOver = Callable[[], bool]
+"""Whether what is waited for is not wanted any more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -60,6 +66,17 @@ class Card:
             raise ProtocolError(f"not a worker's card: {data[:200]!r}") from error
 
 
+@dataclass(slots=True)
+class Traffic:
+    """Bytes that a worker has sent and received, by sockets and by shared memory.
+
+    All connections count here without a lock: `+=` of plain numbers is not interrupted.
+    """
+
+    sent: int = 0
+    received: int = 0
+
+
 class Receiver(Protocol):
     """What the layer above does with what arrives. Called on any thread."""
 
@@ -92,6 +109,12 @@ class Transport(Protocol):
     carries_own: bool
     """Whether requests of a worker to itself go this way, too."""
 
+    @property
+    def traffic(self) -> Traffic: ...
+
+    def links(self) -> dict[int, str]:
+        """How the workers that we call are reached, for people."""
+
     def card(self, name: str, number: int, main: str) -> Card:
         """The card of the worker that this transport serves."""
 
@@ -111,12 +134,19 @@ class Transport(Protocol):
     def reply(self, to: int, call: int, parcel: Parcel) -> None:
         """Answer a posted request. Quietly nothing, if who asked is gone."""
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         """Send a request by a lane and wait for its answer.
 
         Raises:
             WorkerLostError: it cannot be reached, or went away meanwhile.
-            TimeoutError: no answer in time.
+            TimeoutError: no answer in time; or it `is_over`, which is asked now and then: the
+                answer is not wanted any more.
         """
 
     def attend(

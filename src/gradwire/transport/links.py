@@ -18,7 +18,7 @@ from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import PING
 from . import segments
-from .base import Card
+from .base import Card, IsOver
 from .channels import CallerChannel, Channel
 from .dialing import Dialer
 from .handshake import Purpose
@@ -83,14 +83,20 @@ class OutgoingLink:
         return not self._dialer.by_unix
 
     def __repr__(self) -> str:
-        how = "unix" if self._dialer.by_unix else "tcp"
-        memory = ", shared memory" if self._pool is not None else ""
-        return f"<link to {self._to.name}: {how}{memory}, {len(self._lanes)} lanes>"
+        return f"<link to {self._to.name}: {self.describe()}, {len(self._lanes)} lanes>"
+
+    def describe(self) -> str:
+        """How it is made, for people."""
+        if not self._dialer.by_unix:
+            return "TCP"
+        return "Unix sockets" + (", shared memory" if self._pool is not None else "")
 
     def post(self, call: int, parcel: Parcel) -> None:
         self.channel.post(call, parcel)
 
-    def exchange(self, parcel: Parcel, deadline: float | None) -> Frame:
+    def exchange(
+        self, parcel: Parcel, deadline: float | None, is_over: IsOver | None = None
+    ) -> Frame:
         """A call by a lane.
 
         Raises:
@@ -99,7 +105,7 @@ class OutgoingLink:
         lane = self._take_lane(deadline)
         alone = len(self._lanes) - len(self._free) == 1
         try:
-            frame = lane.exchange(parcel, deadline, alone)
+            frame = lane.exchange(parcel, deadline, alone, is_over)
         except TimeoutError:
             self._abandon(lane)
             raise

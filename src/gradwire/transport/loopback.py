@@ -13,7 +13,7 @@ from ..errors import WorkerLostError
 from ..threads import Executor
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import FAILURE, RESULT
-from .base import Answer, Card, Receiver
+from .base import Answer, Card, IsOver, Receiver, Traffic
 
 
 class LoopbackNetwork:
@@ -39,21 +39,26 @@ class LoopbackTransport:
     carries_own = False
 
     def __init__(self, network: LoopbackNetwork, executor: Executor) -> None:
+        self.traffic = Traffic()
         self._network = network
         self._executor = executor
         self._receiver: Receiver | None = None
-        self._me = -1
+        self.me = -1
         self._pending: list[tuple[int, Frame]] = []
         self._in_delivery: list[tuple[int, Frame]] = []
 
     def __repr__(self) -> str:
-        return f"<LoopbackTransport of worker {self._me}>"
+        return f"<LoopbackTransport of worker {self.me}>"
+
+    def links(self) -> dict[int, str]:
+        others = self._network.others(self)
+        return {other.me: "in this process" for other in others}
 
     def card(self, name: str, number: int, main: str) -> Card:
         return Card(name=name, id=number, main=main)
 
     def start(self, me: int, key: bytes, receiver: Receiver) -> None:
-        self._me = me
+        self.me = me
         self._receiver = receiver
         with self._network.lock:
             self._network.workers[me] = self
@@ -64,14 +69,20 @@ class LoopbackTransport:
         other = self._network.workers.get(to.id)
         if other is None:
             raise WorkerLostError(to.name, "it is not in this process any more")
-        other.put(self._me, parcel.arrive(call))
+        self._hand(other, call, parcel)
 
     def reply(self, to: int, call: int, parcel: Parcel) -> None:
         other = self._network.workers.get(to)
         if other is not None:
-            other.put(self._me, parcel.arrive(call))
+            self._hand(other, call, parcel)
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         raise NotImplementedError("loopback has no lanes")
 
     def attend(
@@ -86,16 +97,22 @@ class LoopbackTransport:
         """As the end of a connection would be noticed at its other end, so is this."""
         other = self._network.workers.get(worker)
         if other is not None:
-            other.hear_loss(self._me, "it has ended the connection")
+            other.hear_loss(self.me, "it has ended the connection")
 
     def close(self) -> None:
         for other in self._leave():
-            other.hear_leaving(self._me)
+            other.hear_leaving(self.me)
 
     def kill(self) -> None:
         """Vanish without a goodbye, as a killed process would."""
         for other in self._leave():
-            other.hear_loss(self._me, "it was killed")
+            other.hear_loss(self.me, "it was killed")
+
+    def _hand(self, other: LoopbackTransport, call: int, parcel: Parcel) -> None:
+        length = len(parcel.body) + parcel.bulk_length
+        self.traffic.sent += length
+        other.traffic.received += length
+        other.put(self.me, parcel.arrive(call))
 
     def put(self, sender: int, frame: Frame) -> None:
         with self._network.lock:
@@ -119,7 +136,7 @@ class LoopbackTransport:
 
     def _leave(self) -> list[LoopbackTransport]:
         with self._network.lock:
-            known = self._network.workers.pop(self._me, None) is not None
+            known = self._network.workers.pop(self.me, None) is not None
         return self._network.others(self) if known else []
 
     def _deliver(self) -> None:

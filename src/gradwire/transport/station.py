@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import ProtocolError
 from ..threads import Executor
 from ..wire.frames import Limits
-from .base import Receiver
+from .base import Receiver, Traffic
 from .poller import Poller
 from .segments import Recycler, SegmentMap, SegmentPool
 from .spin import Spin
@@ -30,6 +30,7 @@ class Station:
     limits: Limits
     spin: Spin
     recycler: Recycler
+    traffic: Traffic
 
     def stream(
         self,
@@ -38,7 +39,8 @@ class Station:
         segments: SegmentMap | None,
     ) -> Stream:
         """Frames on a socket, with large areas in shared memory where there is some."""
-        stream = Stream(sock, self.limits, self.recycler, self.executor.waiting)
+        waiting = self.executor.waiting
+        stream = Stream(sock, self.limits, self.recycler, waiting, self.traffic)
         stream.share_memory(pool, segments)
         return stream
 

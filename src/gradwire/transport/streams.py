@@ -21,13 +21,13 @@ from ..errors import ProtocolError
 from ..wire import memory
 from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
 from ..wire.messages import GOODBYE, NOTES
+from .base import NAP, IsOver, Traffic
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
 from .spin import Patience, Spin
 
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
-_NAP = 0.5  # seconds
 _ALONE = 3  # times as long a look for one that waits for a frame and nothing else
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
@@ -37,7 +37,13 @@ _PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
 class StreamReader:
     """Takes frames out of a socket as they come."""
 
-    def __init__(self, sock: socket.socket, limits: Limits, recycler: Recycler) -> None:
+    def __init__(
+        self,
+        sock: socket.socket,
+        limits: Limits,
+        recycler: Recycler,
+        traffic: Traffic | None = None,
+    ) -> None:
         self.frames: deque[Frame] = deque()
         self.notes: deque[int] = deque()  # kinds of the transport's own messages
         self.said_goodbye = False
@@ -46,6 +52,7 @@ class StreamReader:
         self._recv = sock.recv
         self._limits = limits
         self._recycler = recycler
+        self._traffic = traffic or Traffic()
         self._rest = b""
         self._long: tuple[Header, bytearray, Any] | None = None
         self._parts: deque[memoryview] = (
@@ -64,11 +71,14 @@ class StreamReader:
             count = self._sock.recv_into(self._parts[0][:_PIECE])
             if not count:
                 raise EOFError("connection closed in the middle of a frame")
+            self._traffic.received += count
             self._filled(count)
             return
         data = self._recv(_CHUNK)
         if not data:
             raise EOFError("connection closed")
+        length = len(data)
+        self._traffic.received += length
         if self._rest:
             data = self._rest + data
             self._rest = b""
@@ -130,6 +140,7 @@ class StreamReader:
             if self.segments is None:
                 raise ProtocolError("frame in shared memory, but none is shared")
             area = self.segments.area(header.segment, header.bulk)
+            self._traffic.received += header.bulk
         kind, encoding, _, call, scope, mark, _, _ = header
         self.frames.append(Frame(kind, encoding, call, scope, body, area, mark))
 
@@ -137,8 +148,9 @@ class StreamReader:
 class StreamWriter:
     """Puts frames into a socket. One thread at a time."""
 
-    def __init__(self, sock: socket.socket, waiting: Waiting) -> None:
+    def __init__(self, sock: socket.socket, waiting: Waiting, traffic: Traffic) -> None:
         self.segments: SegmentPool | None = None
+        self._traffic = traffic
         self._sock = sock
         self._waiting = waiting
         self.drained_at = 0.0  # when the other end last made room in a full connection
@@ -163,12 +175,14 @@ class StreamWriter:
         else:
             parcel.bulk = ()  # lets go of its memory before the other side goes on
             self._write_segment(call, parcel, segment, deadline)
+            self._traffic.sent += parcel.bulk_length
 
     def write_bytes(self, data: bytes, deadline: float | None = None) -> None:
         try:
             sent = self._sock.send(data)
         except BlockingIOError:
             sent = 0
+        self._traffic.sent += sent
         if sent < len(data):
             self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
 
@@ -195,6 +209,7 @@ class StreamWriter:
                 if drained:
                     self.drained_at = time.monotonic()
                 continue
+            self._traffic.sent += sent
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.popleft())
             if sent:
@@ -224,11 +239,15 @@ def poll_until(poll: select.poll, deadline: float | None) -> bool:
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if threading.current_thread() is threading.main_thread():
         # A Ctrl-C that comes just before the sleep does not end it: look now and then.
-        left = _NAP if left is None else min(left, _NAP)
+        left = NAP if left is None else min(left, NAP)
     found = poll.poll(None if left is None else left * 1000)
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError
     return bool(found)
+
+
+def _no_later(deadline: float | None, until: float) -> float:
+    return until if deadline is None else min(deadline, until)
 
 
 class Stream:
@@ -240,11 +259,13 @@ class Stream:
         limits: Limits,
         recycler: Recycler,
         waiting: Waiting = nullcontext,
+        traffic: Traffic | None = None,
     ) -> None:
         sock.setblocking(False)
         self.sock = sock
-        self.reader = StreamReader(sock, limits, recycler)
-        self.writer = StreamWriter(sock, waiting)
+        traffic = traffic or Traffic()
+        self.reader = StreamReader(sock, limits, recycler, traffic)
+        self.writer = StreamWriter(sock, waiting, traffic)
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._patience = Patience()
@@ -268,11 +289,27 @@ class Stream:
         except BlockingIOError:
             poll_until(self._readable, deadline)
 
-    def next_frame(self, deadline: float | None, spin: Spin | None = None) -> Frame:
-        """The next frame; waits for it. Only that: so looking for longer disturbs nobody."""
+    def next_frame(
+        self,
+        deadline: float | None,
+        spin: Spin | None = None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
+        """The next frame; waits for it. Only that: so looking for longer disturbs nobody.
+
+        Raises:
+            TimeoutError: it is late, or over.
+        """
         frames = self.reader.frames
         while not frames:
-            self.read(deadline, spin, _ALONE)
+            if is_over is None:
+                self.read(deadline, spin, _ALONE)
+                continue
+            try:
+                self.read(_no_later(deadline, time.monotonic() + NAP), spin, _ALONE)
+            except TimeoutError:
+                if is_over() or (deadline and time.monotonic() >= deadline):
+                    raise
         return frames.popleft()
 
     def _attempt(self) -> bool | None:

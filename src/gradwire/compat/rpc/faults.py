@@ -22,8 +22,9 @@ from ...autograd.messages import RELEASE
 from ...errors import GradwireError
 from ...rref.messages import ADOPT, CREATE, FETCH, INVOKE, NOTES
 from ...threads import Executor
-from ...transport.base import Answer, Card, Receiver, Transport
-from ...wire.frames import Frame, Parcel
+from ...transport.around import Around
+from ...transport.base import Card, Transport
+from ...wire.frames import Parcel
 from ...wire.messages import CALL
 from . import constants
 from .agents import TensorPipeAgent
@@ -131,10 +132,9 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
             return super().fetch(rref, timeout)
 
 
-class FaultySockets:
+class FaultySockets(Around):
     """Another transport, with faults. It has no lanes, so that all passes through `post`."""
 
-    has_lanes = False
     carries_own = True
 
     def __init__(
@@ -145,22 +145,10 @@ class FaultySockets:
         me: int,
         options: FaultyTensorPipeRpcBackendOptions,
     ) -> None:
-        self._inner = inner
-        self._executor = executor
+        super().__init__(inner, executor)
         self._me = me
         self._options = options
         self._failed: Counter[tuple[int, str, bytes]] = Counter()
-        self._receiver: Receiver | None = None
-
-    def __repr__(self) -> str:
-        return f"<FaultySockets around {self._inner!r}>"
-
-    def card(self, name: str, number: int, main: str) -> Card:
-        return self._inner.card(name, number, main)
-
-    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self._inner.start(me, key, receiver)
 
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
@@ -190,26 +178,6 @@ class FaultySockets:
         elif self._receiver is not None:
             arrived, frame = self._receiver.arrived, parcel.arrive(call)
             self._executor.submit(lambda: arrived(self._me, frame))
-
-    def reply(self, to: int, call: int, parcel: Parcel) -> None:
-        self._inner.reply(to, call, parcel)
-
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
-        raise NotImplementedError("a faulty transport has no lanes")
-
-    def attend(
-        self, to: int, call: int, answer: Answer, deadline: float | None
-    ) -> None:
-        self._inner.attend(to, call, answer, deadline)
-
-    def watch(self, to: Card) -> None:
-        self._inner.watch(to)
-
-    def forget(self, worker: int) -> None:
-        self._inner.forget(worker)
-
-    def close(self) -> None:
-        self._inner.close()
 
 
 def _quietly(send: Callable[[], None]) -> Callable[[], None]:

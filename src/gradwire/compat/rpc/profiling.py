@@ -47,7 +47,7 @@ def is_on() -> bool:
     return bool(_here.profiles)
 
 
-def call(agent: Any, mode: RPCExecMode, what: _What, timeout: float) -> Any:
+def call(agent: Any, mode: RPCExecMode, what: _What, timeout: float | None) -> Any:
     """Call a function and record it; the future of its result."""
     recorded = _Recorded(agent, mode, what)
     future = agent.call_async(*recorded.what, timeout)

@@ -1,10 +1,11 @@
-"""A pair of processes that measure one way of calling, and the talk with them.
+"""Processes that measure one way of calling, and the talk with them.
 
     python -m gradwire.tools.bench.contender WAY RANK PORT
 
-A pair is stopped while it is not measured: idle workers of torch RPC poll without pause, one core
-each, which would slow down everyone else. Rank 1 serves; rank 0 reads a task's name from each
-line of its input and prints the sample as JSON.
+The processes of a way are stopped while another is measured: idle workers of torch RPC poll without
+pause, one core each, which would slow down everyone else. Rank 1 serves; rank 0 reads a task's name
+from each line of its input and prints the sample as JSON. Ray and Monarch start their servers
+themselves.
 """
 
 from __future__ import annotations
@@ -17,9 +18,10 @@ import subprocess
 import sys
 from typing import Any
 
+import psutil
 import torch
 
-from . import functions
+from . import functions, rivals
 from .tasks import TASKS, Caller, Sample
 
 _ANSWER = "@"  # begins a line that is ours: torch may print others
@@ -30,17 +32,26 @@ WAYS = {
     "torch, huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
     "gradwire": {},
     "gradwire, TCP": {"GRADWIRE_UNIX_SOCKETS": "0"},
+    "Ray": {},
+    "Monarch": {},
 }
 
 
+def available() -> list[str]:
+    """The ways that can be measured here."""
+    return [way for way in WAYS if way[0].islower()] + rivals.installed()
+
+
 class Contender:
-    """The parent's end of a pair."""
+    """The parent's end of the talk."""
 
     def __init__(self, way: str, port: int) -> None:
         self.way = way
         env = {**os.environ, **WAYS[way]}
         command = [sys.executable, "-W", "ignore", "-m", __spec__.name, way]
-        self._server = subprocess.Popen([*command, "1", str(port)], env=env)
+        self._server = None
+        if way not in rivals.installed():
+            self._server = subprocess.Popen([*command, "1", str(port)], env=env)
         self._client = subprocess.Popen(
             [*command, "0", str(port)],
             env=env,
@@ -48,11 +59,15 @@ class Contender:
             stdout=subprocess.PIPE,
             text=True,
         )
-        self._answer()
+        try:
+            self._answer()
+        except BaseException:
+            self.close()
+            raise
         self._signal(signal.SIGSTOP)
 
-    def measure(self, task: str) -> Sample:
-        """A sample of a task, while the other contenders stand still."""
+    def measure(self, task: str) -> Sample | None:
+        """A sample of a task, while the other contenders stand still; None if it cannot do it."""
         assert self._client.stdin is not None
         self._signal(signal.SIGCONT)
         self._client.stdin.write(task + "\n")
@@ -62,18 +77,27 @@ class Contender:
         return sample
 
     def close(self) -> None:
+        self._signal(signal.SIGKILL)
         for process in (self._client, self._server):
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.wait()
         for pipe in (self._client.stdin, self._client.stdout):
             if pipe is not None:
                 pipe.close()
 
     def _signal(self, number: int) -> None:
-        for process in (self._server, self._client):
-            process.send_signal(number)
+        """Send a signal to all processes of this way."""
+        for parent in (self._server, self._client):
+            if parent is None or parent.poll() is not None:
+                continue
+            process = psutil.Process(parent.pid)
+            for each in [*process.children(recursive=True), process]:
+                try:
+                    each.send_signal(number)
+                except psutil.NoSuchProcess:
+                    pass  # a helper of Ray's came and went
 
-    def _answer(self) -> Sample:
+    def _answer(self) -> Sample | None:
         out = self._client.stdout
         assert out is not None
         while True:
@@ -83,7 +107,7 @@ class Contender:
             if not line:
                 raise RuntimeError(f"{self.way}: the process has ended")
             if line.startswith(_ANSWER):
-                sample: Sample = json.loads(line[1:])
+                sample: Sample | None = json.loads(line[1:])
                 return sample
 
 
@@ -92,11 +116,12 @@ def _answers(caller: Caller) -> None:
     print(_ANSWER + "{}", flush=True)
     tasks = {task.name: task for task in TASKS}
     for line in sys.stdin:
-        print(_ANSWER + json.dumps(tasks[line.strip()].run(caller)), flush=True)
+        task = tasks[line.strip()]
+        sample = task.run(caller) if task.can_run(caller) else None
+        print(_ANSWER + json.dumps(sample), flush=True)
 
 
-def _main(way: str, rank: int, port: int) -> None:
-    torch.set_num_threads(1)
+def _pair(way: str, rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     name = f"worker{rank}"
     if way.startswith("gradwire"):
@@ -123,6 +148,16 @@ def _torch() -> tuple[Any, Any, Any]:
     from torch.distributed import autograd, optim, rpc
 
     return rpc, autograd, optim
+
+
+def _main(way: str, rank: int, port: int) -> None:
+    torch.set_num_threads(1)
+    if way == "Ray":
+        _answers(rivals.ray_caller())
+    elif way == "Monarch":
+        _answers(rivals.monarch_caller())
+    else:
+        _pair(way, rank, port)
 
 
 if __name__ == "__main__":

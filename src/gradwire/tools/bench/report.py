@@ -11,8 +11,8 @@ from rich.table import Table
 from .tasks import TASKS, Sample, Task
 
 BASE = "torch"
-Samples = dict[str, dict[str, list[Sample]]]
-"""By task and contender, one for each round."""
+Samples = dict[str, dict[str, list[Sample | None]]]
+"""By task and contender, one for each round; None where it cannot do that."""
 
 
 def summarize(samples: Samples) -> dict[str, Any]:
@@ -21,11 +21,16 @@ def summarize(samples: Samples) -> dict[str, Any]:
     for task, by_way in samples.items():
         base = by_way.get(BASE)
         result[task] = {}
-        for way, rounds in by_way.items():
+        for way, measured in by_way.items():
+            rounds = [sample for sample in measured if sample is not None]
+            if not rounds:
+                result[task][way] = None
+                continue
             row = {key: median(s[key] for s in rounds) for key in rounds[0]}
             if base is not None:
                 pairs = zip(base, rounds, strict=True)
-                row["ratio"] = median(b["median"] / r["median"] for b, r in pairs)
+                ratios = [b["median"] / r["median"] for b, r in pairs if b is not None]
+                row["ratio"] = median(ratios)
             result[task][way] = row
     return result
 
@@ -47,10 +52,12 @@ def show(summary: dict[str, Any], console: Console) -> None:
         console.print(line)
 
 
-def _cell(task: Task, way: str, row: dict[str, float]) -> str:
+def _cell(task: Task, way: str, row: dict[str, float] | None) -> str:
+    if row is None:
+        return "–"
     scale = 1e3 if task.unit == "ms" else 1e6
     text = f"{row['median'] * scale:.1f} {task.unit}"
-    if way == BASE:
+    if "ratio" not in row or way == BASE:
         return text
     goal = {"gradwire": task.goal, "gradwire, TCP": task.tcp_goal}.get(way)
     style = "" if goal is None else "green" if row["ratio"] >= goal else "red"
@@ -62,6 +69,8 @@ def _remarks(summary: dict[str, Any]) -> list[str]:
     lines = []
     for task, rows in summary.items():
         for way, row in rows.items():
+            if row is None:
+                continue
             if "busy" in task and "p99" in row:
                 times = row["p99"] / row["median"]
                 lines.append(f"{way}: {task}: p99 is {times:.1f} × the median")

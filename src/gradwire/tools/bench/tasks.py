@@ -24,16 +24,16 @@ MB = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """One way to call the other worker."""
+    """One way to call the other worker. What it cannot do is None."""
 
     sync: Call
     start: Call
-    remote: Call
-    autograd: Any
+    remote: Any = None
+    autograd: Any = None
     """The module with `context` and `backward`."""
-    own: Callable[[Any], Any]
+    own: Any = None
     """A reference to a value of the calling worker."""
-    optimizer: Any
+    optimizer: Any = None
     """The class `DistributedOptimizer`."""
 
 
@@ -46,6 +46,11 @@ class Task:
     goal: float | None = None
     tcp_goal: float | None = None
     unit: str = "µs"
+    needs: str = ""
+    """What of a `Caller` it uses beside plain calls."""
+
+    def can_run(self, caller: Caller) -> bool:
+        return not self.needs or getattr(caller, self.needs) is not None
 
 
 def _each(call: Callable[[], object], count: int) -> list[float]:
@@ -95,30 +100,30 @@ def _one_async(caller: Caller, count: int = 300) -> Sample:
 
 
 def _remote(caller: Caller, count: int = 300) -> Sample:
-    a, b = torch.ones(3, 3), torch.ones(3, 3)
-    _each(lambda: caller.remote(functions.add, (a, b)).to_here(), 20)
-    return _summary(
-        _each(lambda: caller.remote(functions.add, (a, b)).to_here(), count)
-    )
+    remote, tensors = caller.remote, _tensors()
+    _each(lambda: remote(functions.add, tensors).to_here(), 20)
+    return _summary(_each(lambda: remote(functions.add, tensors).to_here(), count))
 
 
-def _train(
-    forward: Callable[[Caller, torch.Tensor], torch.Tensor], count: int
-) -> Callable[[Caller], Sample]:
+Forward = Callable[[Caller, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _train(forward: Forward, count: int) -> Callable[[Caller], Sample]:
     """A forward pass over workers, and its backward; also the time of the backward alone."""
 
-    def step(caller: Caller, x: torch.Tensor) -> float:
+    x, y = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+
+    def step(caller: Caller) -> float:
         with caller.autograd.context() as number:
-            loss = forward(caller, x).sum()
+            loss = forward(caller, x, y).sum()
             begin = time.perf_counter()
             caller.autograd.backward(number, [loss])
             return time.perf_counter() - begin
 
     def run(caller: Caller) -> Sample:
-        x = torch.ones(3, 3, requires_grad=True)
-        _each(lambda: step(caller, x), 10)
+        _each(lambda: step(caller), 10)
         alone: list[float] = []
-        times = _each(lambda: alone.append(step(caller, x)), count)
+        times = _each(lambda: alone.append(step(caller)), count)
         return {**_summary(times), "alone": median(alone)}
 
     return run
@@ -128,12 +133,12 @@ def _backward(caller: Caller) -> Sample:
     return {"median": _train(_add, 200)(caller)["alone"]}
 
 
-def _add(caller: Caller, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = caller.sync(functions.add, (x, x))
+def _add(caller: Caller, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = caller.sync(functions.add, (x, y))
     return result
 
 
-def _hops(caller: Caller, x: torch.Tensor) -> torch.Tensor:
+def _hops(caller: Caller, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = caller.sync(functions.hop, (4, 1, x))
     return result
 
@@ -188,11 +193,11 @@ TASKS = [
     Task("3×3 tensor add", _latency(functions.add, _tensors(), 400), 6),
     Task("one asynchronous add at a time", _one_async),
     Task("2,000 outstanding adds, each", _outstanding, 8),
-    Task("remote 3×3 add, to_here", _remote, 6),
-    Task("tiny forward and backward", _train(_add, 200), 5),
-    Task("backward of it alone", _backward, 4),
-    Task("four hops, forward and backward", _train(_hops, 100), 5),
-    Task("optimizer step, 20 parameters on 2 owners", _step, 3),
+    Task("remote 3×3 add, to_here", _remote, 6, needs="remote"),
+    Task("tiny forward and backward", _train(_add, 200), 5, needs="autograd"),
+    Task("backward of it alone", _backward, 4, needs="autograd"),
+    Task("four hops, forward and backward", _train(_hops, 100), 5, needs="autograd"),
+    Task("optimizer step, 20 parameters on 2 owners", _step, 3, needs="optimizer"),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
     Task("receive 1 MB", _receive(MB, 40), 2.5),

@@ -1,4 +1,4 @@
-"""The command: `python -m gradwire.tools.bench [--rounds N] [--only WORD] [--json FILE]`."""
+"""The command: `gradwire bench [--rounds N] [--only WORD] [--ways WAY ...]`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import json
 import random
 import socket
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.progress import Progress
 
-from .contender import WAYS, Contender
-from .report import Samples, show, summarize
+from .contender import Contender, available
+from .picture import draw
+from .report import BASE, Samples, show, summarize
 from .tasks import TASKS
 
 
-def main() -> None:
+def main(given: Sequence[str]) -> int:
+    """Measure, show and write down."""
     parser = argparse.ArgumentParser(prog="gradwire bench", description=__doc__)
     parser.add_argument("--rounds", type=int, default=5, help="slices of each task")
     parser.add_argument("--only", default="", help="tasks whose name has this in it")
-    parser.add_argument("--ways", nargs="*", default=list(WAYS), choices=list(WAYS))
+    ways = available()
+    parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
     parser.add_argument("--json", type=Path, default=Path("bench.json"))
-    arguments = parser.parse_args()
+    parser.add_argument("--png", type=Path, default=Path("bench.png"))
+    arguments = parser.parse_args(given)
     tasks = [task.name for task in TASKS if arguments.only in task.name]
     if not tasks:
         names = ", ".join(repr(task.name) for task in TASKS)
@@ -33,7 +38,11 @@ def main() -> None:
     console = Console(width=None if sys.stdout.isatty() else 120)
     show(summary, console)
     arguments.json.write_text(json.dumps(summary, indent=1))
-    console.print(f"written to {arguments.json}")
+    if BASE in arguments.ways and len(arguments.ways) > 1:
+        draw(summary, arguments.png)
+        console.print(f"picture: {arguments.png}")
+    console.print(f"figures: {arguments.json}")
+    return 0
 
 
 def _measure(tasks: list[str], ways: list[str], rounds: int) -> Samples:
@@ -59,6 +68,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-main()

@@ -1,0 +1,100 @@
+"""How a run of several workers goes, and ends. Pure: no processes, no clock.
+
+It ends when no worker runs. A worker that fails ends the others: they are asked with one signal,
+and after a while with a stronger one. The first failure is what the user wants to see. A worker
+that fails because it lost another one (an *echo*) says that the other failed; it may be quicker, so
+the other one is given a moment to say why.
+"""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass, field
+
+TIMED_OUT = 124  # the exit status of `timeout`, which people know
+
+_PATIENCE = 5.0  # seconds until the next, stronger signal
+_ECHO = (
+    10.0  # seconds for the one that an echo speaks of; closing a busy worker takes 5
+)
+
+
+@dataclass(slots=True)
+class Course:
+    """The workers that run, by number, and why the run ends if it does."""
+
+    running: set[int]
+    culprit: int | None = None
+    """The worker that failed first."""
+    status: int = 0
+    """What the launcher's exit status will be."""
+    deadline: float | None = None
+    """When to call `elapsed`."""
+    _suspect: tuple[int, int] | None = None
+    _signals: list[signal.Signals] = field(default_factory=list)
+    """The ones still to be sent."""
+    _is_ending: bool = False
+
+    @property
+    def is_over(self) -> bool:
+        return not self.running
+
+    def ended(
+        self, worker: int, status: int, now: float, *, is_echo: bool
+    ) -> signal.Signals | None:
+        """A worker has ended; the signal for those that run."""
+        self.running.discard(worker)
+        if self._is_ending:
+            return None
+        if status != 0 and is_echo and self._suspect is None:
+            self._suspect = worker, status
+            self.deadline = now + _ECHO
+        elif status != 0 and not is_echo:
+            return self._blame(worker, status, now)
+        if self.is_over and self._suspect is not None:
+            return self._blame(*self._suspect, now)
+        return None
+
+    def interrupted(self, number: int, now: float) -> signal.Signals | None:
+        """The launcher itself got a signal; the one for the workers. The second time, no mercy."""
+        if self._is_ending:
+            return self._end(now, signal.SIGKILL)
+        self.status = 128 + number
+        first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
+        return self._end(now, first, signal.SIGTERM, signal.SIGKILL)
+
+    def timed_out(self, now: float) -> signal.Signals | None:
+        """The run took too long. Python's fault handler answers SIGABRT with all stacks."""
+        if self._is_ending:
+            return None
+        self.status = TIMED_OUT
+        return self._end(now, signal.SIGABRT, signal.SIGKILL)
+
+    def failed_elsewhere(self, status: int, now: float) -> signal.Signals | None:
+        """A worker of another node failed."""
+        if self._is_ending:
+            return None
+        self.status = status
+        return self._end(now, signal.SIGTERM, signal.SIGKILL)
+
+    def elapsed(self, now: float) -> signal.Signals | None:
+        """The deadline is over; the signal for those that still run."""
+        if not self._is_ending and self._suspect is not None:
+            return self._blame(*self._suspect, now)
+        return self._next(now)
+
+    def _blame(self, worker: int, status: int, now: float) -> signal.Signals | None:
+        self.culprit, self.status = worker, status
+        return self._end(now, signal.SIGTERM, signal.SIGKILL)
+
+    def _end(self, now: float, *signals: signal.Signals) -> signal.Signals | None:
+        self._is_ending = True
+        self._signals = list(signals)
+        return self._next(now)
+
+    def _next(self, now: float) -> signal.Signals | None:
+        if not self._signals:
+            self.deadline = None  # SIGKILL was sent: the kernel does the rest
+            return None
+        self.deadline = now + _PATIENCE
+        return self._signals.pop(0)

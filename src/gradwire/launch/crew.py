@@ -1,0 +1,120 @@
+"""The processes of one node: started, listened to, and ended with all that they started.
+
+Each worker is the leader of a session of its own, so that a signal reaches its children as well,
+and what it leaves behind can be ended after it. All that happens is put into one queue.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable
+from pathlib import Path
+from queue import SimpleQueue
+from typing import IO, Any, NamedTuple
+
+from .plan import Recruit
+
+_LEASH = [sys.executable, "-I", "-S", str(Path(__file__).with_name("leash.py"))]
+_DRAIN = 2.0  # seconds for the last output, which a child that ran away may hold open
+
+
+class Said(NamedTuple):
+    """A worker has printed a line."""
+
+    worker: int
+    line: str
+    is_error: bool
+
+
+class Ended(NamedTuple):
+    """A worker has ended, and all it said is said."""
+
+    worker: int
+    status: int
+
+
+class Crew:
+    """The processes of the workers, by number."""
+
+    def __init__(self, recruits: Iterable[Recruit], events: SimpleQueue[Any]) -> None:
+        self._events = events
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._threads: list[threading.Thread] = []
+        try:
+            for recruit in recruits:
+                self._processes.append(_start(recruit))
+        except BaseException:
+            self.close()
+            raise
+        for worker, process in enumerate(self._processes):
+            readers = [
+                self._thread(self._read, worker, process.stdout, False),
+                self._thread(self._read, worker, process.stderr, True),
+            ]
+            self._threads.append(self._thread(self._wait, worker, process, readers))
+
+    def signal(self, number: int, workers: Iterable[int]) -> None:
+        """Send a signal to these workers and their children."""
+        for worker in workers:
+            _signal(self._processes[worker].pid, number)
+
+    def close(self) -> None:
+        """End everything now."""
+        for process in self._processes:
+            if process.returncode is None:
+                _signal(process.pid, signal.SIGKILL)
+        for process in self._processes:
+            process.wait()
+        for thread in self._threads:
+            thread.join()
+
+    def _thread(self, work: Any, *args: Any) -> threading.Thread:
+        thread = threading.Thread(target=work, args=args, daemon=True)
+        thread.start()
+        return thread
+
+    def _read(self, worker: int, pipe: IO[bytes], is_error: bool) -> None:
+        with pipe:
+            for line in pipe:
+                # A progress bar goes back to the start of its line: only its last state counts.
+                shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
+                text = shown.decode(errors="replace")
+                self._events.put(Said(worker, text, is_error))
+
+    def _wait(
+        self,
+        worker: int,
+        process: subprocess.Popen[bytes],
+        readers: list[threading.Thread],
+    ) -> None:
+        status = process.wait()
+        _signal(process.pid, signal.SIGKILL)  # its children
+        for reader in readers:
+            reader.join(_DRAIN)
+        self._events.put(Ended(worker, status if status >= 0 else 128 - status))
+
+
+def _start(recruit: Recruit) -> subprocess.Popen[bytes]:
+    leash = [*_LEASH, str(os.getpid())] if sys.platform == "linux" else []
+    return subprocess.Popen(
+        [*leash, *recruit.command],
+        env=recruit.environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+
+
+def _signal(group: int, number: int) -> None:
+    try:
+        os.killpg(group, number)
+    except (
+        ProcessLookupError,
+        PermissionError,
+    ):  # gone; on macOS: all of it are zombies
+        pass

@@ -1,0 +1,71 @@
+"""What is started on one node: a command and an environment for each worker. Pure.
+
+The environment is the one that `env://` and torch's own launcher use, so that a program runs the
+same under either. The store is the launcher's (`TORCHELASTIC_USE_AGENT_STORE`): no port has to be
+guessed, and it lasts as long as the world.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What the user asked for."""
+
+    program: tuple[str, ...]
+    """A script or a module, and its arguments."""
+    is_module: bool = False
+    size: int = 1
+    """Workers on each node."""
+    nodes: int = 1
+    node: int = 0
+    """Which of the nodes this is."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """The user's own variables, for all workers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recruit:
+    """A worker to be started."""
+
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+
+def recruits(
+    plan: Plan, address: tuple[str, int], inherited: Mapping[str, str], cores: int
+) -> Iterator[Recruit]:
+    """The workers of a node, in a world whose store is at `address`."""
+    command = [sys.executable, *(["-m"] if plan.is_module else []), *plan.program]
+    # Each worker's torch would take all cores; output that waits in a buffer is lost
+    # when a worker is killed; a crash in C shows where in Python it was.
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // plan.size)),
+        "PYTHONUNBUFFERED": "1",
+        "PYTHONFAULTHANDLER": "1",
+    }
+    for local in range(plan.size):
+        place = _place(plan, local, address)
+        environment = {**defaults, **inherited, **place, **plan.settings}
+        yield Recruit(place["GRADWIRE_NAME"], command, environment)
+
+
+def _place(plan: Plan, local: int, address: tuple[str, int]) -> dict[str, str]:
+    rank = plan.node * plan.size + local
+    return {
+        "GRADWIRE_NAME": f"worker{rank}",
+        "RANK": str(rank),
+        "WORLD_SIZE": str(plan.nodes * plan.size),
+        "LOCAL_RANK": str(local),
+        "LOCAL_WORLD_SIZE": str(plan.size),
+        "GROUP_RANK": str(plan.node),
+        "MASTER_ADDR": address[0],
+        "MASTER_PORT": str(address[1]),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",  # torch reads it where it sees the line above
+    }

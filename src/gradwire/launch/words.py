@@ -1,0 +1,40 @@
+"""What a worker said last on its standard error, which tells why it failed. Pure."""
+
+from __future__ import annotations
+
+from collections import deque
+
+_KEPT = 400  # lines
+_SHOWN = 20  # of them, where no traceback is among them
+_BEGINS = "Traceback (most recent call last):"
+_ECHO = "lost worker '"  # how `WorkerLostError` begins
+
+
+class LastWords:
+    """The last lines of one worker."""
+
+    def __init__(self) -> None:
+        self._lines: deque[str] = deque(maxlen=_KEPT)
+
+    def add(self, line: str) -> None:
+        self._lines.append(line)
+
+    @property
+    def is_echo(self) -> bool:
+        """Whether it failed because it lost another worker."""
+        return any(_ECHO in line for line in self._error())
+
+    def lines(self) -> list[str]:
+        """The traceback, with those that led to it; without one the last lines."""
+        lines = list(self._lines)
+        for number, line in enumerate(lines):
+            if line == _BEGINS:
+                return lines[number:]
+        return lines[-_SHOWN:]
+
+    def _error(self) -> list[str]:
+        """The lines after the frames of the last traceback: the error's type and message."""
+        lines = self.lines()
+        while _BEGINS in lines:
+            lines = lines[lines.index(_BEGINS) + 1 :]
+        return [line for line in lines if not line.startswith(" ")]

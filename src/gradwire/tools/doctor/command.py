@@ -1,0 +1,50 @@
+"""The command: `gradwire doctor [--quick]`. Its exit status is 1 if something is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable, Sequence
+
+from ...options import Options
+from . import findings
+from .findings import Finding
+from .trial import self_test
+
+
+def main(given: Sequence[str]) -> int:
+    """Print what is there and how well it works."""
+    parser = argparse.ArgumentParser(
+        prog="gradwire doctor",
+        description="What this machine offers, what is used of it, and a self test of ten seconds.",
+    )
+    parser.add_argument("--quick", action="store_true", help="no self test")
+    arguments = parser.parse_args(given)
+    try:
+        options = Options()
+    except ValueError as error:
+        print(f"the environment makes no sense: {error}")
+        return 1
+    bad = _show("versions", findings.versions())
+    bad += _show("ways to talk", findings.transports(options))
+    bad += _show("devices", findings.devices())
+    bad += _show("limits", findings.limits())
+    bad += _show("environment", findings.settings())
+    if not arguments.quick:
+        bad += _show("self test", self_test(unix_sockets=options.unix_sockets))
+        if options.unix_sockets:
+            bad += _show("self test over TCP", self_test(unix_sockets=False))
+    print("\nall is well" if not bad else f"\n{bad} problems, marked with !")
+    return 1 if bad else 0
+
+
+def _show(title: str, lines: Iterable[Finding]) -> int:
+    """Print findings as they come; how many are bad."""
+    print(f"\n{title}")
+    bad = 0
+    for line in lines:
+        mark = "!" if line.is_bad else " "
+        print(
+            f" {mark} {line.what:<26} {line.found:<28} {line.so}".rstrip(), flush=True
+        )
+        bad += line.is_bad
+    return bad

@@ -1,0 +1,81 @@
+"""`gradwire doctor`: what it finds, and its self test."""
+
+import pytest
+
+from gradwire import Options
+from gradwire.tools.doctor import findings, trial
+from gradwire.tools.doctor.command import main
+from gradwire.transport import addresses, segments
+
+
+def told(options: Options) -> dict[str, tuple[str, str]]:
+    return {f.what: (f.found, f.so) for f in findings.transports(options)}
+
+
+def test_everything_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--quick"]) == 0
+    out = capsys.readouterr().out
+    for what in ("torch", "Unix sockets", "shared memory", "TCP", "GPU", "open files"):
+        assert f"\n   {what}" in out
+    assert out.endswith("all is well\n")
+
+
+def test_it_tells_why_something_is_not_used() -> None:
+    found = told(Options(unix_sockets=False))
+    assert found["Unix sockets"] == ("yes", "not used: GRADWIRE_UNIX_SOCKETS is 0")
+    assert "between all workers" in found["TCP"][1]
+
+
+def test_it_tells_what_the_system_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> None:
+        raise OSError("not here")
+
+    monkeypatch.setattr(addresses, "listen_unix", refuse)
+    monkeypatch.setattr(segments, "is_available", lambda: False)
+    found = told(Options())
+    assert found["Unix sockets"][0] == found["shared memory"][0] == "no"
+
+
+def test_an_address_of_another_machine_is_a_problem(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADWIRE_BIND", "192.0.2.1")
+    assert main(["--quick"]) == 1
+    out = capsys.readouterr().out
+    assert " ! TCP" in out
+    assert "1 problems, marked with !" in out
+
+
+def test_variables_that_make_no_sense_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADWIRE_THREADS", "many")
+    assert main(["--quick"]) == 1
+    assert "GRADWIRE_THREADS='many'" in capsys.readouterr().out
+
+
+def test_the_key_is_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADWIRE_KEY", "do not show this to anyone")
+    main(["--quick"])
+    assert "do not show" not in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_the_self_test_measures_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "_SLICE", 0.05)
+    found = {f.what: f for f in trial.self_test(unix_sockets=False)}
+    assert found["way"].found == "TCP"
+    assert found["gradients"].found == "as local autograd has them"
+    assert found["64 MiB there"].found.endswith(" GB/s")
+    assert not any(f.is_bad for f in found.values())
+
+
+@pytest.mark.slow
+def test_a_partner_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trial, "JOIN", 0.5)
+    monkeypatch.setattr(trial.sys, "executable", "/bin/false")
+    *_, last = trial.self_test(unix_sockets=True)
+    assert last.is_bad
+    assert "ranks [1] did not come" in last.so

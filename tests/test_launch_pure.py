@@ -1,0 +1,221 @@
+"""The pure parts of `gradwire launch`: what is started, how it ends, what is shown."""
+
+import signal
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwire.launch.course import Course
+from gradwire.launch.plan import Plan, recruits
+from gradwire.launch.words import LastWords
+
+TERM, KILL, INT, ABRT = (
+    signal.SIGTERM,
+    signal.SIGKILL,
+    signal.SIGINT,
+    signal.SIGABRT,
+)
+
+
+def started(plan: Plan, **inherited: str) -> list[dict[str, str]]:
+    found = recruits(plan, ("node0", 29500), inherited, cores=8)
+    return [recruit.environment for recruit in found]
+
+
+# What is started
+
+
+def test_ranks_go_on_over_the_nodes() -> None:
+    plan = Plan(program=("train.py",), size=2, nodes=3, node=1)
+    places = [
+        (e["GRADWIRE_NAME"], e["RANK"], e["LOCAL_RANK"], e["WORLD_SIZE"])
+        for e in started(plan)
+    ]
+    assert places == [("worker2", "2", "0", "6"), ("worker3", "3", "1", "6")]
+
+
+def test_all_are_told_where_the_store_is() -> None:
+    (environment,) = started(Plan(program=("train.py",)))
+    assert environment["MASTER_ADDR"] == "node0"
+    assert environment["MASTER_PORT"] == "29500"
+    assert environment["TORCHELASTIC_USE_AGENT_STORE"] == "True"
+
+
+def test_cores_are_shared_unless_the_user_says_otherwise() -> None:
+    plan = Plan(program=("train.py",), size=3)
+    assert {e["OMP_NUM_THREADS"] for e in started(plan)} == {"2"}
+    inherited = started(plan, OMP_NUM_THREADS="5", HOME="/home/me")
+    assert {(e["OMP_NUM_THREADS"], e["HOME"]) for e in inherited} == {("5", "/home/me")}
+
+
+def test_the_users_variables_win() -> None:
+    plan = Plan(program=("train.py",), settings={"GRADWIRE_NAME": "ps", "A": "b=c"})
+    (environment,) = started(plan, A="other")
+    assert (environment["GRADWIRE_NAME"], environment["A"]) == ("ps", "b=c")
+
+
+@pytest.mark.parametrize(
+    ("is_module", "command"),
+    [(False, ["train", "--lr", "1"]), (True, ["-m", "train", "--lr", "1"])],
+)
+def test_scripts_and_modules_get_their_arguments(
+    is_module: bool, command: list[str]
+) -> None:
+    plan = Plan(program=("train", "--lr", "1"), is_module=is_module)
+    (recruit,) = recruits(plan, ("node0", 1), {}, cores=1)
+    assert recruit.command == [sys.executable, *command]
+
+
+# How it ends
+
+
+def test_a_run_without_failures_ends_by_itself() -> None:
+    course = Course({0, 1})
+    assert course.ended(0, 0, 1.0, is_echo=False) is None
+    assert (course.is_over, course.deadline) == (False, None)
+    assert course.ended(1, 0, 2.0, is_echo=False) is None
+    assert (course.is_over, course.status, course.culprit) == (True, 0, None)
+
+
+def test_a_failure_ends_the_others_and_is_the_one_that_counts() -> None:
+    course = Course({0, 1, 2})
+    assert course.ended(1, 7, 1.0, is_echo=False) is TERM
+    assert course.ended(0, 143, 1.1, is_echo=False) is None
+    assert (course.culprit, course.status, course.running) == (1, 7, {2})
+
+
+def test_who_does_not_end_when_asked_is_killed() -> None:
+    course = Course({0, 1})
+    course.ended(1, 7, 1.0, is_echo=False)
+    assert course.deadline == 6.0
+    assert course.elapsed(6.0) is KILL
+    assert course.elapsed(11.0) is None
+    assert course.deadline is None
+
+
+def test_the_worker_that_others_lost_is_the_one_to_blame() -> None:
+    course = Course({0, 1, 2})
+    assert course.ended(0, 1, 1.0, is_echo=True) is None
+    assert course.ended(2, 1, 1.1, is_echo=True) is None
+    assert course.ended(1, 3, 1.2, is_echo=False) is TERM
+    assert (course.culprit, course.status) == (1, 3)
+
+
+def test_an_echo_of_nothing_is_a_failure_after_a_while() -> None:
+    course = Course({0, 1})
+    course.ended(0, 1, 1.0, is_echo=True)
+    assert course.deadline is not None
+    assert course.elapsed(course.deadline) is TERM
+    assert (course.culprit, course.status) == (0, 1)
+
+
+def test_echoes_alone_are_a_failure() -> None:
+    course = Course({0, 1})
+    course.ended(1, 1, 1.0, is_echo=True)
+    course.ended(0, 1, 1.1, is_echo=True)
+    assert (course.is_over, course.culprit, course.status) == (True, 1, 1)
+
+
+def test_a_second_interrupt_kills() -> None:
+    course = Course({0, 1})
+    assert course.interrupted(INT, 1.0) is INT
+    assert course.interrupted(INT, 1.5) is KILL
+    assert course.status == 130
+
+
+def test_an_interrupt_is_repeated_in_stronger_words() -> None:
+    course = Course({0})
+    sent = [course.interrupted(INT, 0.0), course.elapsed(5.0), course.elapsed(10.0)]
+    assert sent == [INT, TERM, KILL]
+
+
+def test_being_told_to_end_is_passed_on() -> None:
+    course = Course({0})
+    assert course.interrupted(TERM, 0.0) is TERM
+    assert course.status == 143
+
+
+def test_a_run_that_takes_too_long_is_asked_where_it_is() -> None:
+    course = Course({0, 1})
+    assert course.timed_out(1.0) is ABRT
+    assert course.ended(0, 134, 1.1, is_echo=False) is None
+    assert (course.status, course.culprit) == (124, None)
+
+
+def test_a_failure_elsewhere_ends_this_node_with_its_status() -> None:
+    course = Course({0, 1})
+    assert course.failed_elsewhere(9, 1.0) is TERM
+    assert course.timed_out(2.0) is None
+    assert (course.status, course.culprit) == (9, None)
+
+
+@given(
+    st.permutations(range(4)),
+    st.lists(st.sampled_from([0, 1, 9]), min_size=4, max_size=4),
+    st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_the_status_is_that_of_a_worker_that_failed(
+    order: list[int], statuses: list[int], echoes: list[bool]
+) -> None:
+    course = Course(set(order))
+    for worker in order:
+        course.ended(worker, statuses[worker], 0.0, is_echo=echoes[worker])
+    assert course.is_over
+    if course.culprit is None:
+        assert course.status == 0
+        assert not any(statuses)
+    else:
+        assert course.status == statuses[course.culprit] > 0
+
+
+# What is shown
+
+FAILED = """\
+loading
+Traceback (most recent call last):
+  File "a.py", line 1, in <module>
+KeyError: 1
+
+The above exception was the direct cause of the following exception:
+
+Traceback (most recent call last):
+  File "a.py", line 3, in <module>
+{error}"""
+
+
+def words(text: str) -> LastWords:
+    found = LastWords()
+    for line in text.splitlines():
+        found.add(line)
+    return found
+
+
+def test_a_traceback_is_shown_with_those_that_led_to_it() -> None:
+    shown = words(FAILED.format(error="ValueError: no")).lines()
+    assert shown[0] == "Traceback (most recent call last):"
+    assert len(shown) == 9
+
+
+def test_without_a_traceback_the_last_lines_are_shown() -> None:
+    shown = words("\n".join(f"line {i}" for i in range(50))).lines()
+    assert (shown[0], shown[-1], len(shown)) == ("line 30", "line 49", 20)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_echo"),
+    [
+        ("gradwire.errors.WorkerLostError: lost worker 'worker1': closed", True),
+        ("RuntimeError: Error on Node 1: lost worker 'worker1': closed", True),
+        ("ValueError: I have lost worker1", False),
+        ("ValueError: no", False),
+    ],
+)
+def test_a_worker_that_lost_another_is_told_apart(error: str, is_echo: bool) -> None:
+    assert words(FAILED.format(error=error)).is_echo is is_echo
+
+
+def test_a_loss_that_led_to_another_error_is_no_echo() -> None:
+    text = FAILED.replace("KeyError: 1", "WorkerLostError: lost worker 'worker1': x")
+    assert not words(text.format(error="ValueError: no")).is_echo
