@@ -1,7 +1,7 @@
 """Runs one test body in a process forked for it, which starts the ranks and ends with them.
 
-The ranks are forked as well, out of a process that has imported everything and done nothing: PyTorch
-starts new ones, each of which takes seconds to import torch.
+The ranks are forked as well, out of a process that has imported everything and done nothing.
+PyTorch starts new ones, each of which takes seconds to import torch.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import unittest
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import suites
 import torch
 from torch.testing._internal import common_distributed
 
-import suites
-
-_KILL_AFTER = 10.0  # seconds more than a test may take, for its own report of what hangs
+_KILL_AFTER = (
+    10.0  # seconds more than a test may take, for its own report of what hangs
+)
 
 
 class Outcome(NamedTuple):
@@ -119,6 +120,7 @@ def _fork_processes(self: Any) -> None:
 
 
 def _last_line(text: str) -> str:
-    """What went wrong: the last line of the first rank's traceback."""
+    """What went wrong: the last line of the first traceback of a rank."""
     lines = [line for line in text.splitlines() if "Error" in line and line[:1] != " "]
-    return (lines or ["no traceback"])[0][:300]
+    of_ranks = [line for line in lines if not line.startswith("RuntimeError: Process ")]
+    return (of_ranks or lines or ["no traceback"])[0][:300]

@@ -276,9 +276,7 @@ def _all_gather(
         return _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
 
 
-def _await(
-    states: AllGatherStates, needed: set[str], patience: float | None
-) -> None:
+def _await(states: AllGatherStates, needed: set[str], patience: float | None) -> None:
     """Wait until all has come, the time is up, or one of those who are needed is gone.
 
     Raises:
