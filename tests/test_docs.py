@@ -1,7 +1,8 @@
-"""What the README shows is run, and has to print what the README says."""
+"""What the README and the guides show is run, and has to print what they say."""
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import subprocess
@@ -14,17 +15,20 @@ ROOT = Path(__file__).parents[1]
 _SHOWN = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
 
 
+PAGES = [ROOT / "README.md", ROOT / "docs" / "training.md"]
+
+
 def examples() -> list[tuple[str, str]]:
-    return _SHOWN.findall((ROOT / "README.md").read_text())
+    return [shown for page in PAGES for shown in _SHOWN.findall(page.read_text())]
 
 
-def test_the_readme_has_examples() -> None:
-    assert len(examples()) >= 2
+def test_every_page_has_examples() -> None:
+    assert all(_SHOWN.search(page.read_text()) for page in PAGES)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(examples())))
-def test_readme_example_prints_what_it_says(number: int, tmp_path: Path) -> None:
+def test_an_example_prints_what_it_says(number: int, tmp_path: Path) -> None:
     code, shown = examples()[number]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -33,6 +37,8 @@ def test_readme_example_prints_what_it_says(number: int, tmp_path: Path) -> None
     script.write_text(code)
     done = subprocess.run(
         [sys.executable, str(script)],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
         text=True,
         timeout=50,
