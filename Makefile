@@ -8,9 +8,9 @@ FUZZ ?= 10
 TORCH := 2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet
-EXTRAS := test lint bench demo conformance
+EXTRAS := test lint bench demo docs conformance
 
-.PHONY: test demo lint bench fuzz conformance clean
+.PHONY: test demo lint bench docs fuzz conformance clean
 # Two pips in one .venv would get into each other's way.
 .NOTPARALLEL:
 
@@ -32,6 +32,9 @@ bench: .venv/.bench
 # PyTorch's own test bodies, against Gradwire; SUITES='*Autograd*' for some of them.
 conformance: .venv/.conformance
 	$(BIN)/python tests/conformance $(SUITES)
+
+docs: .venv/.docs
+	$(BIN)/python -m mkdocs build --strict
 
 # A property with that many cases is one test: give it the time.
 fuzz: .venv/.test
