@@ -8,9 +8,9 @@ FUZZ ?= 10
 TORCH := 2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet
-EXTRAS := test lint bench demo
+EXTRAS := test lint bench demo docs conformance
 
-.PHONY: test demo lint bench fuzz clean
+.PHONY: test demo lint bench docs fuzz conformance clean
 # Two pips in one .venv would get into each other's way.
 .NOTPARALLEL:
 
@@ -28,6 +28,13 @@ lint: .venv/.lint .venv/.bench
 
 bench: .venv/.bench
 	$(BIN)/python -m gradwire bench
+
+# PyTorch's own test bodies, against Gradwire; SUITES='*Autograd*' for some of them.
+conformance: .venv/.conformance
+	$(BIN)/python tests/conformance $(SUITES)
+
+docs: .venv/.docs
+	$(BIN)/python -m mkdocs build --strict
 
 # A property with that many cases is one test: give it the time.
 fuzz: .venv/.test

@@ -589,6 +589,40 @@ def test_subclasses_of_tensors_get_their_gradient(call: Way) -> None:
         see_gradients(world, ctx, local, [[leaf, x], [weights["worker1"]]])
 
 
+class Sealed(Tensor):
+    """Says itself how it is pickled."""
+
+    seal = "none"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        inner = self.detach().as_subclass(Tensor)
+        return sealed, (inner, self.seal, self.requires_grad)
+
+
+def sealed(tensor: Tensor, seal: str, grad: bool = False) -> Sealed:
+    made = tensor.as_subclass(Sealed).requires_grad_(grad or tensor.requires_grad)
+    made.seal = seal
+    return made
+
+
+def reseal(x: Sealed) -> Sealed:
+    assert type(x) is Sealed
+    return sealed(weigh(x), x.seal + " again")
+
+
+@two_ways
+def test_subclasses_that_pickle_themselves_get_their_gradient(call: Way) -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        x, leaf = doubles(3), sealed(torch.rand(3, dtype=torch.float64), "leaf", True)
+        y = call("worker1", reseal, (sealed(x * 2, "wax"),))
+        z = call("worker1", reseal, (leaf,))
+        assert type(y) is type(z) is Sealed
+        assert (y.seal, z.seal) == ("wax again", "leaf again")
+        gw.backward(ctx, [(y * z).sum().as_subclass(Tensor)])
+        local = (weighed(x * 2, 1) * weighed(leaf, 1)).sum()
+        see_gradients(world, ctx, local, [[x, leaf], [weights["worker1"]]])
+
+
 def mix(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
     a, b, c = tensors
     return a * b, [b * c, c]
@@ -1036,14 +1070,54 @@ def test_nothing_is_recorded_by_functions_that_answer_later(func: Any) -> None:
         assert recorded(world, ctx) == [(0, 0), (0, 0), (0, 0)]
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
-def test_what_cannot_be_recorded_is_not_sent() -> None:
+def nested(layout: torch.layout) -> Tensor:
+    members = [torch.rand(2, 3), torch.rand(4, 3)]
+    return torch.nested.nested_tensor(members, layout=layout, requires_grad=True)
+
+
+def make_nested(layout: torch.layout) -> Tensor:
+    return nested(layout)
+
+
+no_nested = pytest.mark.filterwarnings(
+    "ignore:The PyTorch API of nested tensors:UserWarning"
+)
+layouts = pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
+
+
+@no_nested
+@layouts
+def test_what_cannot_be_recorded_is_not_sent(layout: torch.layout) -> None:
     with world_of(2) as world, gw.context() as ctx:
-        nested = torch.nested.as_nested_tensor([doubles(2), doubles(3)])
-        with pytest.raises(RuntimeError, match="NestedTensorImpl"):
-            gw.rpc_sync("worker1", same, ((gw.RRef(1), nested),))
+        with pytest.raises(
+            TypeError, match="that requires grad cannot be sent in a con"
+        ):
+            gw.rpc_sync("worker1", same, ((gw.RRef(1), nested(layout)),))
         assert [len(c.sends) for c in known(world, ctx)] == [0]
+        with pytest.raises(
+            TypeError, match="that requires grad cannot be sent in a con"
+        ):
+            gw.rpc_sync("worker1", make_nested, (layout,))
+        with torch.no_grad():
+            assert gw.rpc_sync("worker1", same, (nested(layout),)).is_nested
+        assert gw.rpc_sync("worker1", same, (nested(layout).detach(),)).is_nested
     # And the world ended: nobody waits for the reference to arrive.
+
+
+def square_jagged(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    made = torch.nested.nested_tensor_from_jagged(values, offsets) ** 2
+    return made.values(), made.offsets()
+
+
+def test_the_parts_of_a_jagged_tensor_can_be_sent() -> None:
+    with world_of(2), gw.context() as ctx:
+        x = doubles(6, 3)
+        jagged = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 6]))
+        parts = jagged.values(), jagged.offsets()
+        values, offsets = gw.rpc_sync("worker1", square_jagged, parts)
+        back = torch.nested.nested_tensor_from_jagged(values, offsets)
+        gw.backward(ctx, [back.values().sum()])
+        close(gw.get_gradients(ctx), {x: 2 * x.detach()})
 
 
 # The graph

@@ -11,7 +11,7 @@ from gradwire.tools.bench import rivals
 from gradwire.tools.bench.command import main
 from gradwire.tools.bench.contender import available
 from gradwire.tools.bench.picture import draw
-from gradwire.tools.bench.report import Samples, show, summarize
+from gradwire.tools.bench.report import Samples, markdown, show, summarize
 from gradwire.tools.bench.tasks import TASKS, Caller
 
 PNG = b"\x89PNG"
@@ -47,6 +47,15 @@ def test_what_a_way_cannot_do_is_left_out(tmp_path: Path) -> None:
     assert "–" in text.getvalue()
     draw(summary, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(PNG)
+
+
+def test_the_table_for_a_page_has_the_same_figures() -> None:
+    assert markdown(summarize(samples())).splitlines() == [
+        "| | torch | gradwire | Ray |",
+        "|---|---|---|---|",
+        "| no-op call | 150 µs | 15 µs, **×10** | 300 µs, ×0.5 |",
+        "| tiny forward and backward | 1 ms | 200 µs, **×5** | – |",
+    ]
 
 
 def test_a_way_runs_the_tasks_that_it_can() -> None:

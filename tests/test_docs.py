@@ -1,42 +1,89 @@
-"""What the README and the guides show is run, and has to print what they say."""
+"""What the README and the guides show is run, and has to print what they say.
+
+A block of Python that is followed by a block of text is a program; its comment may name the command
+that runs it. Others are pieces of one: they are run here, with what `BEFORE` puts before them, or
+if that makes no sense at least looked at: every name of ours exists and takes these arguments.
+"""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import os
 import re
 import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 
+import gradwire as gw
+from gradwire.testing import World
+
 ROOT = Path(__file__).parents[1]
-_SHOWN = re.compile(r"```python\n(.*?)```\s*```text\n(.*?)```", re.DOTALL)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+_BLOCK = re.compile(r"(?:<!-- run: (.*?) -->\n)?```python\n(.*?)```", re.DOTALL)
+_SHELL_THEN_TEXT = re.compile(r"\s*(?:```sh\n[^`]*```\s*)?```text\n(.*?)```", re.DOTALL)
+
+BEFORE = {
+    "autograd.md": "def first_layer(x): return x * w\n"
+    "def second_layer(h, t): return (h - t).square().sum()\n"
+    "w = torch.ones(2, requires_grad=True)\n"
+    "x, target = torch.ones(2, requires_grad=True), torch.zeros(2)\n",
+}
+"""By page: what its pieces need. They run as worker0 of a world of three."""
 
 
-PAGES = [ROOT / "README.md", ROOT / "docs" / "training.md"]
+class Block(NamedTuple):
+    """A block of Python."""
+
+    page: Path
+    number: int
+    code: str
+    command: str
+    shown: str | None
+    """What it prints; None for a piece of a program."""
 
 
-def examples() -> list[tuple[str, str]]:
-    return [shown for page in PAGES for shown in _SHOWN.findall(page.read_text())]
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        text = page.read_text()
+        for number, found in enumerate(_BLOCK.finditer(text)):
+            after = _SHELL_THEN_TEXT.match(text, found.end())
+            command = found[1] or "example.py"
+            yield Block(page, number, found[2], command, after and after[1])
 
 
-def test_every_page_has_examples() -> None:
-    assert all(_SHOWN.search(page.read_text()) for page in PAGES)
+def named(blocks: list[Block]) -> Any:
+    ids = [f"{block.page.name}-{block.number}" for block in blocks]
+    return pytest.mark.parametrize("block", blocks, ids=ids)
+
+
+PROGRAMS = [block for block in blocks() if block.shown is not None]
+PIECES = [block for block in blocks() if block.shown is None]
+
+
+def test_every_guide_has_a_program() -> None:
+    having = {block.page.stem for block in PROGRAMS}
+    guides = {"README", "calls", "references", "autograd", "training", "tools"}
+    assert guides - having == set()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(len(examples())))
-def test_an_example_prints_what_it_says(number: int, tmp_path: Path) -> None:
-    code, shown = examples()[number]
+@named(PROGRAMS)
+def test_a_program_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
+    code = block.code
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         code = code.replace("29511", str(probe.getsockname()[1]))
-    script = tmp_path / "example.py"
-    script.write_text(code)
+    *launch, script = block.command.split()
+    (tmp_path / script).write_text(code)
+    module = ["-m", *launch] if launch else []
     done = subprocess.run(
-        [sys.executable, str(script)],
+        [sys.executable, *module, script],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
         capture_output=True,
@@ -44,12 +91,59 @@ def test_an_example_prints_what_it_says(number: int, tmp_path: Path) -> None:
         timeout=50,
         check=False,
     )
-    assert (done.returncode, done.stdout) == (0, shown), done.stderr
+    assert (done.returncode, done.stdout) == (0, block.shown), done.stderr
     assert done.stderr == ""
 
 
-def test_every_option_is_documented() -> None:
-    from gradwire import Options
+@pytest.mark.parametrize("page", BEFORE)
+def test_the_pieces_of_a_page_run(page: str) -> None:
+    pieces = [block.code for block in PIECES if block.page.name == page]
+    assert pieces
+    with World(3) as world, world.as_worker(0):
+        for piece in pieces:
+            names: dict[str, Any] = {}
+            exec("import torch\nimport gradwire as gw\n" + BEFORE[page] + piece, names)
 
+
+@named(PIECES)
+def test_a_piece_uses_what_there_is(block: Block) -> None:
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("gw."):
+            function: Any = gw
+            for name in ast.unparse(node.func).split(".")[1:]:
+                function = getattr(function, name)
+            given = {keyword.arg or "": None for keyword in node.keywords}
+            inspect.signature(function).bind(*node.args, **given)
+            for option in given.keys() - inspect.signature(function).parameters.keys():
+                assert option in gw.Options.names(), option
+
+
+def test_pages_that_are_linked_to_are_there() -> None:
+    missing = [
+        f"{page.name}: {target}"
+        for page in PAGES
+        for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text())
+        if not (page.parent / target).exists()
+    ]
+    assert missing == []
+
+
+def test_every_option_is_documented() -> None:
     text = (ROOT / "docs" / "calls.md").read_text()
-    assert [name for name in Options.names() if f"`{name}`" not in text] == []
+    assert [name for name in gw.Options.names() if f"`{name}`" not in text] == []
+
+
+def test_every_public_function_is_in_the_reference() -> None:
+    text = (ROOT / "docs" / "reference.md").read_text()
+    listed = {
+        word
+        for line in re.findall(r"members: \[(.*)\]", text)
+        for word in line.split(", ")
+    }
+    functions = {n for n in gw.__all__ if callable(getattr(gw, n)) and not is_error(n)}
+    assert functions - listed == set()
+
+
+def is_error(name: str) -> bool:
+    kind = getattr(gw, name)
+    return isinstance(kind, type) and issubclass(kind, Exception)

@@ -8,12 +8,19 @@ from collections.abc import Callable, Sequence
 _USAGE = """\
 usage: gradwire COMMAND [options]
 
+  run      run a program for torch.distributed.rpc: gradwire run train.py [args]
   launch   start the workers of a world: gradwire launch -n 4 train.py [args]
   doctor   what this machine offers, what is used of it, and a self test
   demo     train a network spread over four workers, and the same in one process
   bench    measure calls and backward passes beside torch RPC
 
 gradwire COMMAND --help tells more."""
+
+
+def _run(arguments: Sequence[str]) -> int:
+    from .compat.command import main
+
+    return main(arguments)
 
 
 def _launch(arguments: Sequence[str]) -> int:
@@ -42,6 +49,7 @@ def _bench(arguments: Sequence[str]) -> int:
 
 # Imported on use: launch should start quickly, bench needs an extra.
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
+    "run": _run,
     "launch": _launch,
     "doctor": _doctor,
     "demo": _demo,

@@ -50,3 +50,19 @@ def check_history(tensor: Tensor) -> None:
             "a tensor of shape "
             f"{tuple(tensor.shape)} does not have a valid gradient function."
         )
+
+
+def check_kinds(tensors: Sequence[Tensor]) -> None:
+    """Refuse to send what no gradients could come back for: they would have other sizes.
+
+    Raises:
+        TypeError: one of them is nested.
+    """
+    for tensor in tensors:
+        if tensor.is_nested:
+            raise TypeError(
+                f"a nested tensor ({tensor.layout}) that requires grad cannot be sent in a "
+                "context: send its parts and put them together there (for jagged ones "
+                "values(), offsets() and torch.nested.nested_tensor_from_jagged), or "
+                "detach() it"
+            )

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from . import gates
 from .graph import Segment
 from .messages import CREATE, QUIET, RETAIN
 from .nodes import TOKEN, Crossing, Gradients, Run, here
@@ -148,8 +149,12 @@ def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
     outputs: list[Tensor | GradientEdge] = [root for root, _ in job.roots]
     gradients = [_ones(*root) for root in job.roots]
     if job.given is None:
-        outputs += [send.output for send in job.segment.sends]
-        gradients += [_SIGNAL for _ in job.segment.sends]
+        sends = job.segment.sends
+        starts = [send.output for send in sends]
+        if gates.are_needed() and len(sends) + len(job.roots) > 1:
+            starts = gates.put_before(sends, [root.grad_fn for root, _ in job.roots])
+        outputs += starts
+        gradients += [_SIGNAL for _ in starts]
         return outputs, gradients
     for send in job.segment.sends:
         given = job.given.pop(send.crossing.id)  # who keeps it would have it copied

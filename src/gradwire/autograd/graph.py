@@ -8,7 +8,7 @@ segment is one call of the engine. Segments that share leaves only are independe
 Within a segment with several sources the engine runs sends whose gradients have not come yet, and
 they wait (`engine.py`). It must enter them only when nothing else is ready, the newest first. The
 engine takes the ready node with the highest sequence number, so sends are numbered by their order
-of creation from 0 (`enter_late`), and here every other node with a number that low is lifted out
+of creation from 1 (`enter_late`), and here every other node with a number that low is lifted out
 of the way. That relies on `Node._sequence_nr` and `_set_sequence_nr`, which have been there since
 torch 2.3 but are not documented; without them, waiting sends could be entered too early and passes
 with residual paths could wait for each other for ever.
@@ -61,7 +61,9 @@ class Walk:
 
 def enter_late(send: Send, number: int) -> None:
     """Have the engine enter a send after all else that is ready, later ones first."""
-    send.node._set_sequence_nr(number)
+    send.node._set_sequence_nr(
+        number + 1
+    )  # 0 is for what comes later still: `gates.py`
 
 
 def cut(
@@ -203,7 +205,7 @@ def _lift(
     for node, source in owner.items():
         if groups[source] in waiting and node not in own:
             number = node._sequence_nr()
-            if number < len(sends):
+            if number <= len(sends):
                 node._set_sequence_nr(number + _LIFT)
 
 

@@ -22,7 +22,7 @@ from ..rpc.agent import Agent
 from ..rpc.futures import CallFuture
 from ..threads import Executor
 from . import anomaly
-from .checks import check_call, check_history, check_roots
+from .checks import check_call, check_history, check_kinds, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .engine import Start, profiled
 from .failures import describe, revive, to_raise
@@ -133,6 +133,9 @@ class Autograd:
 
         None: nothing to record, because none requires grad or gradients are switched off. Whoever
         receives them is to record exactly those that require grad.
+
+        Raises:
+            TypeError: one of a kind that cannot be recorded.
         """
         context.known.add(to)
         if not torch.is_grad_enabled():
@@ -140,6 +143,7 @@ class Autograd:
         tensors = [tensor for tensor in tensors if tensor.requires_grad]
         if not tensors or context.is_released:
             return None
+        check_kinds(tensors)
         number = self.numbers.next()
         context.add_send(number, to, tensors)
         return number

@@ -88,7 +88,9 @@ class Talk:
 
     def _tell(self, to: int, message: Any) -> None:
         try:
-            self._desk.request(to, message)
+            self._desk.request(
+                to, message
+            ).fate.seen = True  # nobody looks at the answer
         except Exception:  # noqa: BLE001 it is gone, and so is its part
             pass
 

@@ -83,7 +83,7 @@ def _replace_modules() -> None:
 
 def _replace_names() -> None:
     """What torch has imported from there itself."""
-    from . import futures
+    from . import futures, groups
     from .rpc import RRef, profiling
 
     replaced = [
@@ -92,6 +92,7 @@ def _replace_names() -> None:
         (torch.jit.annotations, "RRef", RRef),
         (torch.nn.parallel.distributed, "RRef", RRef),
         (torch.futures, "wait_all", futures.wait_all),
+        (torch.distributed, "destroy_process_group", groups.destroy_process_group),
     ]
     for module, name, ours in replaced:
         setattr(module, name, ours)

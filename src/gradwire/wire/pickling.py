@@ -88,7 +88,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if cargo is not None:
             if kind in cargo.carriers:
                 return carried, cargo.load(kind, obj)
-            if cargo.is_recorded and isinstance(obj, torch.Tensor) and needs_grad(obj):
+            if (
+                cargo.is_recorded
+                and isinstance(obj, torch.Tensor)
+                and obj.requires_grad
+            ):
                 return recorded, (cargo.note(obj), without_history(obj))
         if kind is torch.Tensor:
             return self._tensor(obj)
@@ -162,21 +166,15 @@ def recorded(number: int, tensor: torch.Tensor) -> torch.Tensor:
     raise pickle.UnpicklingError("it has a history in its context only")
 
 
-def needs_grad(tensor: torch.Tensor) -> bool:
-    return tensor.requires_grad and type(tensor).__reduce_ex__ in _PLAIN_REDUCTIONS
-
-
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
     """The same tensor, of the same type and with the same attributes, that needs no gradient."""
     bare = tensor.detach()
     if isinstance(tensor, torch.nn.Parameter):
         bare = torch.nn.Parameter(bare, requires_grad=False)
     if type(tensor) is not torch.Tensor:
-        vars(bare).update(vars(tensor))
+        for name, value in vars(tensor).items():
+            vars(bare).setdefault(name, value)  # what `detach` gave it is its own
     return bare
-
-
-_PLAIN_REDUCTIONS = (torch.Tensor.__reduce_ex__, torch.nn.Parameter.__reduce_ex__)
 
 
 def _found_in_main(obj: Any) -> bool:

@@ -269,12 +269,32 @@ def _all_gather(
     with _all_gather_dict_lock:
         states = _all_gather_sequence_id_to_states[sequence_id]
     patience = None if timeout in (_UNSET, DEFAULT_SHUTDOWN_TIMEOUT) else timeout
-    with state.waiting():
-        states.proceed_signal.wait(patience)
+    _await(states, names if me == leader else {leader}, patience)
     if me == leader:
         _tell_followers(names - {leader}, sequence_id, states.gathered_objects, seconds)
     with _all_gather_dict_lock:
         return _all_gather_sequence_id_to_states.pop(sequence_id).gathered_objects
+
+
+def _await(states: AllGatherStates, needed: set[str], patience: float | None) -> None:
+    """Wait until all has come, the time is up, or one of those who are needed is gone.
+
+    Raises:
+        RuntimeError: who is gone.
+    """
+    signal, worker = states.proceed_signal, state.get().worker
+    stop = worker.on_leave(lambda info: signal.set() if info.name in needed else None)
+    try:
+        gone = needed - {info.name for info in worker.get_worker_infos()}
+        if not gone:
+            with state.waiting():
+                signal.wait(patience)
+            gone = needed - {info.name for info in worker.get_worker_infos()}
+    finally:
+        stop()
+    gone -= states.gathered_objects.keys()
+    if gone:
+        raise RuntimeError(f"workers {sorted(gone)} are gone: they will not come")
 
 
 def _tell_followers(

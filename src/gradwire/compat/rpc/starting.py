@@ -134,7 +134,11 @@ def _init_tensorpipe(
             "`rpc_backend_options` must be a `TensorPipeRpcBackendOptions`. "
             f"{rpc_backend_options}"
         )
-    return TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
+    agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
+    api._init_rpc_states(agent)
+    if agent.is_static_group:
+        api._all_gather(None, timeout=0)  # nobody goes on before all are there
+    return agent
 
 
 backend_registry.register_backend("TENSORPIPE", _construct_options, _init_tensorpipe)

@@ -15,7 +15,7 @@ from rich.progress import Progress
 
 from .contender import Contender, available
 from .picture import draw
-from .report import BASE, Samples, show, summarize
+from .report import BASE, Samples, markdown, show, summarize
 from .tasks import TASKS
 
 
@@ -27,6 +27,7 @@ def main(given: Sequence[str]) -> int:
     ways = available()
     parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
     parser.add_argument("--json", type=Path, default=Path("bench.json"))
+    parser.add_argument("--markdown", type=Path, help="the table for a page")
     parser.add_argument("--png", type=Path, default=Path("bench.png"))
     arguments = parser.parse_args(given)
     tasks = [task.name for task in TASKS if arguments.only in task.name]
@@ -41,6 +42,8 @@ def main(given: Sequence[str]) -> int:
     if BASE in arguments.ways and len(arguments.ways) > 1:
         draw(summary, arguments.png)
         console.print(f"picture: {arguments.png}")
+    if arguments.markdown is not None:
+        arguments.markdown.write_text(markdown(summary))
     console.print(f"figures: {arguments.json}")
     return 0
 
@@ -61,6 +64,8 @@ def _measure(tasks: list[str], ways: list[str], rounds: int) -> Samples:
     finally:
         for contender in contenders:
             contender.close()
+            if contender.stuck_in is not None:
+                print(f"{contender.way} gave no answer to {contender.stuck_in!r}")
     return samples
 
 

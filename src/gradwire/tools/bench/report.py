@@ -28,8 +28,8 @@ def summarize(samples: Samples) -> dict[str, Any]:
                 continue
             row = {key: median(s[key] for s in rounds) for key in rounds[0]}
             if base is not None:
-                pairs = zip(base, rounds, strict=True)
-                ratios = [b["median"] / r["median"] for b, r in pairs if b is not None]
+                pairs = zip(base, measured, strict=True)
+                ratios = [b["median"] / r["median"] for b, r in pairs if b and r]
                 row["ratio"] = median(ratios)
             result[task][way] = row
     return result
@@ -50,6 +50,28 @@ def show(summary: dict[str, Any], console: Console) -> None:
     console.print(table)
     for line in _remarks(summary):
         console.print(line)
+
+
+def markdown(summary: dict[str, Any]) -> str:
+    """The same as a table for a page."""
+    ways = list(next(iter(summary.values())))
+    lines = [f"| | {' | '.join(ways)} |", "|---" * (len(ways) + 1) + "|"]
+    for task in TASKS:
+        if task.name in summary:
+            cells = [_plain(way, row) for way, row in summary[task.name].items()]
+            lines.append(f"| {task.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _plain(way: str, row: dict[str, float] | None) -> str:
+    if row is None:
+        return "–"
+    seconds = row["median"]
+    text = f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
+    if "ratio" not in row or way == BASE:
+        return text
+    ratio = f"×{row['ratio']:.2g}"
+    return f"{text}, **{ratio}**" if way == "gradwire" else f"{text}, {ratio}"
 
 
 def _cell(task: Task, way: str, row: dict[str, float] | None) -> str:
