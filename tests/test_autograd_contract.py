@@ -210,6 +210,31 @@ def test_a_thousand_passes_leave_memory_flat(make: Any, size: int) -> None:
     assert resident_after - resident < room + 1000 * x.nbytes / 2
 
 
+@pytest.mark.parametrize("make", [loopback, sockets])
+def test_a_pass_leaves_nothing_to_the_garbage_collector(make: Any) -> None:
+    """Graphs go when their context does. Those in cycles would stay, and go in any thread."""
+    x = doubles(3)
+    with make():
+        one_round(x)
+        wait_until(lambda: contexts() == 0)
+        gc.collect()
+        gc.disable()
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        try:
+            for _ in range(5):
+                one_round(x)
+            wait_until(lambda: contexts() == 0)
+            gc.collect()
+            kinds = {type(thing).__module__ for thing in gc.garbage}
+            tensors = [thing for thing in gc.garbage if isinstance(thing, Tensor)]
+        finally:
+            gc.set_debug(0)
+            gc.garbage.clear()
+            gc.enable()
+    assert not tensors
+    assert not [kind for kind in kinds if kind.startswith("gradwire.autograd")]
+
+
 def settled(process: psutil.Process) -> tuple[int, int]:
     """Memory and objects, once all contexts have ended."""
     wait_until(lambda: contexts() == 0)

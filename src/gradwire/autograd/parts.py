@@ -47,7 +47,7 @@ from .passes import (
     Wake,
     Words,
 )
-from .talk import Look, Message, Question, Talk
+from .talk import End, Look, Message, Question, Talk
 from .work import Work
 
 _NO_PLAN = Plan((), {}, {})
@@ -60,7 +60,6 @@ class Part:
         self, desk: Desk, context: Context, about: About, engager: int | None = None
     ) -> None:
         self.number = about.number
-        self.outcome: Outcome | None = None
         self.error: BaseException | None = None
         """What failed, if it failed here."""
         self._desk = desk
@@ -70,7 +69,8 @@ class Part:
         self._work: Any = None  # known once it has begun
         self.mail = Mail(desk, context, about.flags)
         self.lock = self.mail.lock
-        self._talk = Talk(desk, about, self.is_over)
+        self._end = End()
+        self._talk = Talk(desk, about, self._end)
         self._asking = 0  # questions of the engager that are still to be answered
         self._is_told = engager is None  # the engager knows that it has ended here
         self._ended = Bell()
@@ -80,8 +80,9 @@ class Part:
         state = "under way" if self.outcome is None else type(self.outcome).__name__
         return f"<Part of worker {self._desk.me} in pass {self.number}: {state}>"
 
-    def is_over(self) -> bool:
-        return self.outcome is not None
+    @property
+    def outcome(self) -> Outcome | None:
+        return self._end.outcome
 
     # How a part begins and ends
 
@@ -195,7 +196,7 @@ class Part:
             self._context.parts.pop(self.number, None)
             self._context.ended.add(self.number, self._engager)
         with self.lock:
-            self.outcome = outcome
+            self._end.outcome = outcome
             tells = not (self._is_told or self._asking)
             self._is_told |= tells
         self.mail.gradients.clear()

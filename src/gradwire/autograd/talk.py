@@ -32,13 +32,25 @@ class Question(NamedTuple):
     deliveries: list[Delivery]
 
 
+class End:
+    """How a pass has ended here; by itself, so that whoever looks at it holds nothing else."""
+
+    __slots__ = ("outcome",)
+
+    def __init__(self) -> None:
+        self.outcome: Outcome | None = None
+
+    def has_come(self) -> bool:
+        return self.outcome is not None
+
+
 class Talk:
     """What is said in a pass. Looking at an answer may raise."""
 
-    def __init__(self, desk: Desk, about: About, is_over: Callable[[], bool]) -> None:
+    def __init__(self, desk: Desk, about: About, end: End) -> None:
         self._desk = desk
         self._about = about
-        self._is_over = is_over
+        self._end = end
         self._futures: list[CallFuture] = []
         self._asking = 0  # threads; two that come at the same time may count as one
 
@@ -52,7 +64,7 @@ class Talk:
         self._asking += 1
         try:
             step = messages.step(self._about, words, leaving)
-            answer = self._desk.ask(to, step, self._is_over)
+            answer = self._desk.ask(to, step, self._end.has_come)
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
             return _raising(error)
         finally:
