@@ -21,6 +21,13 @@ has_cuda = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cuda() -> None:
+    """Opens descriptors on first use, and keeps them for the life of the process."""
+    if torch.cuda.is_available():
+        mixed(torch.ones(3, requires_grad=True), "cuda", 1).sum().backward()
+
+
 @pytest.fixture
 def two_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if there was a device, whose queue is the CPU's own."""

@@ -219,6 +219,14 @@ def backward(
         GradwireError: something is wrong with the arguments, or a backward failed on some worker:
             then `Error on Node N: ...`, with the error there as its cause.
         WorkerLostError: a worker of the context is gone.
+
+    >>> w = torch.ones(2, requires_grad=True)
+    >>> with context() as ctx:
+    ...     loss = rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
+    ...     for _ in range(2):
+    ...         backward(ctx, [loss], retain_graph=True, accumulate=True)
+    >>> w.grad
+    tensor([6., 6.])
     """
     current_worker().autograd.backward(
         context_id,
@@ -234,6 +242,13 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
     Raises:
         GradwireError: there is no such context.
+
+    >>> x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    >>> with context() as ctx:
+    ...     backward(ctx, [rpc_sync("worker1", torch.dot, args=(x, 2 * y))])
+    ...     gradients = get_gradients(ctx)
+    >>> gradients[x], gradients[y], x.grad
+    (tensor([2., 2.]), tensor([2., 2.]), None)
     """
     return current_worker().autograd.get_gradients(context_id)
 

@@ -4,8 +4,7 @@ Sending: bursts are coalesced. A small frame may be held back if more are about 
 out with them, when someone begins to wait, or after `_HOLD` seconds. A thread that finds another
 one writing leaves its frame to that one, so that a full socket holds up one thread, not all.
 
-Receiving, where requests arrive (`Channel`): the poller's thread takes frames in and makes each a
-task.
+Receiving, where requests arrive (`Channel`): the poller takes frames in and makes each a task.
 
 Receiving, where answers arrive (`CallerChannel`): who waits, reads. At most one thread reads at a
 time (it has the *role*). While nobody waits, the poller reads, unless a burst is being sent. An
