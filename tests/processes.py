@@ -12,10 +12,12 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
 import gradwire
+from gradwire.transport.faulty import Faults
 from gradwire.transport.rendezvous import find_place
 from gradwire.worker import Worker
 from sockets_world import LIMIT, close_world, join_world, wait_until
@@ -24,12 +26,19 @@ PATHS = [Path(gradwire.__file__).parents[1], Path(__file__).parent]
 
 SERVER = """
 import json, sys
-import gradwire as gw
-name, rank, size, url, options = json.loads(sys.argv[1])
-with gw.init_rpc(name, None, rank, size, init_method=url, **options):
+from processes import join
+with join(*json.loads(sys.argv[1])):
     print("ready", flush=True)
     sys.stdin.read()  # until told to end
 """
+
+
+def join(name: str, rank: int, size: int, url: str, options: dict[str, Any]) -> Worker:
+    """Join a world as users do; or over a transport with `faults`, by a `seed`."""
+    if "faults" not in options:
+        return gradwire.init_rpc(name, None, rank, size, init_method=url, **options)
+    options["faults"] = Faults(**options["faults"])
+    return join_world(name, find_place(url, None, rank, size, LIMIT), **options)
 
 
 class Process:
@@ -159,7 +168,7 @@ class Processes:
         settings = [f"worker{rank}", rank, size, self.url, options]
         if self._server is None:
             self._server = self.script(SERVER)
-        return self.run(self._server, json.dumps(settings))
+        return self.run(self._server, json.dumps(settings, default=asdict))
 
     @contextmanager
     def world(self, size: int, **options: Any) -> Iterator[Worker]:

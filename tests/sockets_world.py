@@ -17,6 +17,9 @@ from torch.distributed import HashStore, Store
 from gradwire.api import enter
 from gradwire.events import Event
 from gradwire.options import Options
+from gradwire.threads import Executor
+from gradwire.transport.base import Transport
+from gradwire.transport.faulty import Faults, FaultyTransport
 from gradwire.transport.rendezvous import Place
 from gradwire.worker import Worker, open_worker
 
@@ -67,9 +70,22 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def join_world(name: str, place: Place, **options: Any) -> Worker:
+def join_world(
+    name: str,
+    place: Place,
+    *,
+    seed: int = 0,
+    faults: Faults | None = None,
+    **options: Any,
+) -> Worker:
     """A worker in the world at `place`; blocks until the others are there too."""
-    return open_worker(name, place, Options(**options), enter)
+
+    def wrap(sockets: Transport, executor: Executor) -> Transport:
+        if faults is None:
+            return sockets
+        return FaultyTransport(sockets, executor, seed=seed, faults=faults)
+
+    return open_worker(name, place, Options(**options), enter, around=wrap)
 
 
 def open_world(

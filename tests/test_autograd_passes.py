@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from gradwire.autograd.passes import (
     Abort,
     Action,
+    Answer,
     Finish,
     Narrow,
     Piece,
@@ -23,6 +24,7 @@ from gradwire.autograd.passes import (
 )
 
 ROOTS = Piece(has_roots=True)
+DONE = Answer(is_done=True)
 
 
 def words(
@@ -75,17 +77,67 @@ def test_one_that_waits_for_what_never_arrived_is_told_so() -> None:
 def test_one_that_waits_for_what_never_arrived_is_told_at_once() -> None:
     progress = Progress(1, Plan([Piece(sends=(1,))], {1: 2}, {}), engager=0)
     progress.heard(0, words(listed=(), awaiting=1), [])
-    assert progress.begun() == [Tell(0, Words((), (), 0)), Tell(2, Words((), (), 1))]
+    assert progress.begun() == [Tell(2, Words((), (), 1))]
+    assert progress.answer(0) == Words((), (), 0)
 
 
 def test_a_worker_with_our_sends_is_told_that_the_pass_goes_on() -> None:
     plan = Plan([ROOTS, Piece(sends=(1,))], {1: 1}, {})
     progress = Progress(0, plan)
+    (run,) = progress.begun()
+    assert isinstance(run, Run)
+    assert progress.ran(run) == [Tell(1, Words((), (), 1))]
+    assert progress.answered(1, DONE) == [Finish()]
+
+
+def test_it_is_told_at_once_where_a_run_may_wait_for_it() -> None:
+    plan = Plan([Piece(sends=(1,), has_roots=True)], {1: 1}, {})
+    progress = Progress(0, plan)
     tell, run = progress.begun()
     assert tell == Tell(1, Words((), (), 1))
+    assert run == Run(0, (1,), may_wait=True)
+
+
+def test_gradients_and_voids_may_come_with_an_answer() -> None:
+    pieces = [Piece(recvs=(3,), has_roots=True), Piece(sends=(1,)), Piece(sends=(2,))]
+    progress = Progress(0, Plan(pieces, {1: 1, 2: 1}, {3: 1}))
+    (run,) = progress.begun()
     assert isinstance(run, Run)
+    progress.left(3)
+    progress.speak(1)
     assert progress.ran(run) == []
-    assert progress.finished(1, ()) == [Finish()]
+    answer = Answer((1,), words(voids=[2]), is_engaged=True)
+    (run,) = progress.answered(1, answer)
+    assert run == Run(1, (1,), may_wait=False)
+    assert progress.fate(2) is False
+    assert progress.ran(run) == []  # worker 1 has not ended
+    assert progress.ended(1, ()) == [Finish()]
+
+
+def test_the_answer_says_what_there_is_to_tell() -> None:
+    plan = Plan(
+        [Piece(sends=(1,), recvs=(3,)), Piece(sends=(2,))], {1: 0, 2: 5}, {3: 0}
+    )
+    progress = Progress(1, plan, engager=0)
+    progress.heard(0, words(voids=[1], listed=(1,), awaiting=1), [])
+    assert progress.begun() == [Tell(5, Words((), (), 1))]
+    assert progress.answer(0) == Words((3,), (3,), 1)
+
+
+def test_what_comes_late_from_one_who_has_ended_still_counts() -> None:
+    pieces = [Piece(recvs=(3,), has_roots=True), Piece(sends=(1,)), Piece(sends=(2,))]
+    progress = Progress(0, Plan(pieces, {1: 1, 2: 1}, {3: 1}))
+    (run,) = progress.begun()
+    assert isinstance(run, Run)
+    progress.left(3)
+    progress.speak(1)
+    assert progress.ran(run) == []
+    assert progress.ended(1, ()) == []  # overtook the answer with the gradients
+    assert progress.fate(1) is None
+    (run,) = progress.answered(1, Answer((1,), is_engaged=True))
+    assert progress.fate(2) is False
+    assert isinstance(run, Run)
+    assert progress.ran(run) == [Finish()]
 
 
 def test_voids_wait_for_the_message_that_is_about_to_leave() -> None:
@@ -96,7 +148,7 @@ def test_voids_wait_for_the_message_that_is_about_to_leave() -> None:
     progress.left(1)
     assert progress.speak(1) == Words((2,), (1, 2), 0)
     assert progress.ran(run) == []
-    assert progress.finished(1, ()) == [Finish()]
+    assert progress.answered(1, DONE) == [Finish()]
 
 
 def test_a_piece_starts_with_the_newest_of_its_sends() -> None:
@@ -124,6 +176,7 @@ def test_void_sends_are_left_out_and_narrow_the_piece() -> None:
     progress.heard(0, words(voids=[2], listed=(1, 2)), [])
     assert progress.begun() == [Narrow(0, (1,))]
     assert progress.narrowed(0, []) == [Tell(5, Words((3,), (3,), 0))]
+    assert progress.answer(0) is None
     progress.heard(0, words(), [1])
     assert progress.settled() == [Run(0, (1,), may_wait=False)]
 
@@ -146,16 +199,18 @@ def test_a_failure_wakes_all_who_wait_and_calls_back_those_who_owe() -> None:
     assert len(progress.begun()) == 2
     assert progress.failed() == [Wake(1), Abort(1)]
     assert progress.failed() == []
-    assert progress.finished(1, ()) == []
+    assert progress.answered(1, DONE) == []
 
 
 def test_a_worker_is_needed_as_long_as_something_is_to_come_from_it() -> None:
     plan = Plan([ROOTS, Piece(sends=(1,))], {1: 1}, {})
     progress = Progress(0, plan)
-    progress.begun()
+    (run,) = progress.begun()
     assert progress.is_expecting(1)
     assert not progress.is_expecting(2)
-    progress.finished(1, ())
+    assert isinstance(run, Run)
+    progress.ran(run)
+    progress.answered(1, DONE)
     assert not progress.is_expecting(1)
 
 
@@ -187,8 +242,12 @@ class Simulated:
     engager: int | None = None
     running: list[Entry] = field(default_factory=list)
     finished: bool = False
-    held: list[int] = field(default_factory=list)
-    """Gradients for the engager, which may go with the answer."""
+    is_told: bool = False
+    """The engager knows that it has finished."""
+    held: dict[int, list[int]] = field(default_factory=dict)
+    """Gradients that wait for a message, an answer or the end, by worker."""
+    questions: list[tuple[int, bool]] = field(default_factory=list)
+    """Who is to be answered, and whether that message engaged us."""
     got: dict[int, bool] = field(default_factory=dict)
 
     def plan(self) -> Plan:
@@ -267,9 +326,11 @@ class Simulation:
                 for entry in worker.running:
                     if self.can_go_on(worker, entry):
                         moves.append(lambda w=worker, e=entry: self.go_on(w, e))
+                if worker.questions:
+                    moves.append(lambda w=worker: self.answer(w))
             assert moves, "it hangs"
             self.chance.choice(moves)()
-        assert not self.flying
+        assert not [entry for entry in self.flying if entry[0] == "step"]
         assert not any(worker.running for worker in self.workers)
 
     def look(self, worker: Simulated, entry: Entry) -> tuple[list[Source], list[int]]:
@@ -305,12 +366,37 @@ class Simulation:
             done.add(ahead[-1].id or 0)
         else:
             worker.running.remove(entry)
-            actions = progress.ran(run)
-            if worker.held and not progress.is_over:
-                to, held = worker.engager or 0, tuple(worker.held)
-                worker.held.clear()
-                self.flying.append(("step", worker.me, to, held, progress.speak(to)))
-            self.do(worker, actions)
+            self.send_held(worker)
+            self.do(worker, progress.ran(run))
+            if not progress.is_over:
+                self.send_held(worker, also_engager=True)
+
+    def send_held(self, worker: Simulated, also_engager: bool = False) -> None:
+        """What no answer and no end will take along."""
+        assert worker.progress is not None
+        asking = {sender for sender, _ in worker.questions}
+        for to in sorted(worker.held):
+            if to not in asking and (also_engager or to != worker.engager):
+                words = worker.progress.speak(to)
+                held = tuple(worker.held.pop(to))
+                self.flying.append(("step", worker.me, to, held, words))
+
+    def answer(self, worker: Simulated) -> None:
+        """One of the questions; with what there is, and the end if it is to be told now."""
+        index = self.chance.randrange(len(worker.questions))
+        sender, engages = worker.questions.pop(index)
+        progress = worker.progress
+        assert progress is not None
+        held = tuple(worker.held.pop(sender, ()))
+        if progress.is_over and sender != worker.engager:
+            answer = Answer(held, is_done=True)
+        elif progress.is_over and not worker.is_told:
+            worker.is_told = True
+            answer = Answer(held, is_done=True)
+        else:
+            words = None if progress.is_over else progress.answer(sender)
+            answer = Answer(held, words, is_engaged=engages)
+        self.flying.append(("answer", worker.me, sender, held, answer))
 
     def deliver(self, worker: Simulated, run: Run, recv: int, live: bool) -> None:
         assert worker.progress is not None
@@ -319,8 +405,8 @@ class Simulation:
             return
         worker.progress.left(recv)
         to = worker.recvs[recv]
-        if to == worker.engager and not run.may_wait:
-            worker.held.append(recv)
+        if not run.may_wait:
+            worker.held.setdefault(to, []).append(recv)
             return
         self.flying.append(("step", worker.me, to, (recv,), worker.progress.speak(to)))
 
@@ -338,36 +424,35 @@ class Simulation:
                 self.flying.append(("step", worker.me, action.to, (), action.words))
             elif isinstance(action, Finish):
                 worker.finished = True
-                if worker.engager is not None:
-                    held = tuple(worker.held)
-                    entry = ("last answer", worker.me, worker.engager, held, None)
-                    self.flying.append(entry)
+                to, asking = worker.engager, [sender for sender, _ in worker.questions]
+                if to is not None and to not in asking and not worker.is_told:
+                    worker.is_told = True
+                    held = tuple(worker.held.pop(to, ()))
+                    self.flying.append(("over", worker.me, to, held, None))
 
     def fly(self, index: int) -> None:
         kind, source, target, delivered, content = self.flying.pop(index)
         worker = self.workers[target]
         for send in delivered:
             worker.got[send] = True
-        if worker.progress is not None and kind == "answer":
-            self.do(worker, worker.progress.answered(source))
+        if isinstance(content, Answer):
+            assert worker.progress is not None
+            self.do(worker, worker.progress.answered(source, content))
             return
-        if worker.progress is not None and kind == "last answer":
-            self.do(worker, worker.progress.finished(source, delivered))
+        if kind == "over":
+            assert worker.progress is not None
+            self.do(worker, worker.progress.ended(source, delivered))
             return
         assert isinstance(content, Words)
+        engages = worker.progress is None
+        worker.questions.append((source, engages))
         if worker.progress is None:
             worker.engager = source
             worker.progress = Progress(target, worker.plan(), source)
             worker.progress.heard(source, content, delivered)
             self.do(worker, worker.progress.begun())
-            return
-        is_last = worker.progress.is_over and source != worker.engager
-        kind = "last answer" if is_last else "answer"
-        self.flying.append((kind, target, source, (), None))
-        if not worker.progress.is_over:
+        elif not worker.progress.is_over:
             worker.progress.heard(source, content, delivered)
-            if self.chance.random() < 0.3:
-                worker.progress.heard(source, content, delivered)
             self.do(worker, worker.progress.settled())
 
 

@@ -234,7 +234,7 @@ def test_the_walk_ends_at_recvs() -> None:
     arrived, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
     crossing = recv(arrived).crossing
     (segment,) = cut([(arrived * leaf).sum().grad_fn], [], 7)
-    assert segment.recvs == [crossing]
+    assert [recv.crossing for recv in segment.recvs] == [crossing]
     assert len(segment.leaves) == 1
 
 
@@ -242,7 +242,7 @@ def test_a_root_can_have_just_arrived() -> None:
     arrived = torch.ones(())
     node = recv(arrived).node
     (segment,) = cut([node], [], 7)
-    assert segment.recvs == [node.crossing]
+    assert segment.recvs == [node]
 
 
 def test_a_tensor_of_another_context_is_refused() -> None:

@@ -500,7 +500,18 @@ def test_results_nobody_looked_at_are_not_logged(
     assert unseen(caplog) == []
 
 
-@pytest.mark.parametrize("func", [boom, whoami])
+class Unreadable:
+    """Can be sent, and not be read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("one",)
+
+
+def give_unreadable() -> Unreadable:
+    return Unreadable()
+
+
+@pytest.mark.parametrize("func", [boom, whoami, give_unreadable])
 def test_a_future_is_freed_with_its_last_holder(func: Callable[[], Any]) -> None:
     freed = threading.Event()
 
@@ -509,7 +520,7 @@ def test_a_future_is_freed_with_its_last_holder(func: Callable[[], Any]) -> None
         weakref.finalize(future, freed.set)
         try:
             future.wait()
-        except Boom:
+        except (Boom, TypeError):
             pass  # its traceback holds this frame, and that the future
 
     with World(2) as world:
@@ -517,6 +528,59 @@ def test_a_future_is_freed_with_its_last_holder(func: Callable[[], Any]) -> None
         world.shutdown()
     gc.collect()
     assert freed.is_set()
+
+
+def test_a_future_of_what_could_not_be_sent_is_freed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def post(*_: Any) -> None:
+        try:
+            raise BrokenPipeError
+        except OSError as error:  # whose frames lead to the one that has the future
+            raise gw.WorkerLostError("worker1", "it broke") from error
+
+    with World(2) as world:
+        monkeypatch.setattr(LoopbackTransport, "post", post)
+        freed = threading.Event()
+        future = world[0].rpc_async("worker1", whoami)
+        weakref.finalize(future, freed.set)
+        with pytest.raises(gw.WorkerLostError, match="it broke"):
+            future.wait()
+        del future
+        monkeypatch.undo()
+    gc.collect()
+    assert freed.is_set()
+
+
+class Used:
+    """What a function works with."""
+
+
+_used: list[weakref.ref[Used]] = []
+
+
+async def boom_in_coroutine() -> None:
+    used = Used()
+    _used.append(weakref.ref(used))
+    await asyncio.sleep(0)
+    boom()
+
+
+@pytest.mark.parametrize("way", ["rpc_sync", "remote"])
+def test_what_failed_coroutines_used_is_freed(world: World, way: str) -> None:
+    def call() -> Any:
+        if way == "remote":
+            return world[0].remote("worker1", boom_in_coroutine).to_here()
+        return world[0].rpc_sync("worker1", boom_in_coroutine)
+
+    _used.clear()
+    for _ in range(3):
+        with pytest.raises(Boom) as caught:
+            call()
+        assert "in boom_in_coroutine" in str(caught.value.__cause__)
+    world.shutdown()
+    gc.collect()
+    assert [used() for used in _used] == [None] * 3
 
 
 def test_nothing_stays_in_flight(world: World) -> None:

@@ -48,6 +48,9 @@ FACES = {f"{ROOT}.rpc", f"{ROOT}.autograd"}
 # Module: why no public name does.
 PRIVATE_TORCH: dict[str, str] = {
     "gradwire.autograd.engine": "the engine without 10 µs of checks; is the profiler on",
+    "gradwire.compat.installing": "the compiler has imported RRef by now",
+    "gradwire.compat.rpc.scripts": "which functions are operators, under which names",
+    "gradwire.compat.rpc.starting": "what init_rpc does in a world without a size",
     "gradwire.wire.recipes": "quantized tensors from their stored integers",
 }
 

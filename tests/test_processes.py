@@ -109,13 +109,6 @@ def test_a_module_that_many_calls_need_is_imported_once(
     assert server.wait() == 0
 
 
-def test_the_two_worker_example_runs(processes: Processes) -> None:
-    example = processes.run(EXAMPLES / "two_workers.py")
-    assert example.wait() == 0
-    assert "1,000 calls at once, each with a tensor: all answered" in example.output
-    assert not example.errors
-
-
 # Workers that die
 
 

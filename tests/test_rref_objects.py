@@ -600,7 +600,8 @@ def test_a_kept_error_keeps_no_variables(plain: World) -> None:
         raise_near(Watched())
 
     rref = gw.remote(ME, run)
-    rref._get_future().wait()
+    with pytest.raises(Boom, match="chained"):
+        rref._get_future().wait()
     gc.collect()
     assert not alive
     with pytest.raises(Boom):

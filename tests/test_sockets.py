@@ -19,7 +19,9 @@ from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire.transport import addresses, poller, segments
+from gradwire.transport.faulty import Faults
 from gradwire.transport.rendezvous import Place
+from gradwire.wire.messages import RESULT
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
@@ -620,6 +622,18 @@ def test_a_call_times_out_also_while_it_connects(
 BY_TCP: dict[str, Any] = {"unix_sockets": False, "heartbeat": 0.5}
 
 
+def test_who_gives_up_while_it_connects_is_not_taken_for_lost() -> None:
+    with socket_world(2) as (one, two):
+        gone: list[object] = []
+        two.on_leave(gone.append)
+        for _ in range(20):  # some of them after the other end has accepted
+            with pytest.raises(gw.CallTimeout):
+                one.rpc_async("worker1", time.sleep, args=(0.01,), timeout=1e-4).wait()
+        assert one.rpc_sync("worker1", max, args=(1, 2)) == 2
+        assert two.rpc_sync("worker0", max, args=(1, 2)) == 2
+        assert gone == []
+
+
 def test_a_link_that_went_silent_is_found_by_the_heartbeat(gate: Gate) -> None:
     with Proxy() as proxy:
         workers = open_world(2, apart={1: proxy.options}, **BY_TCP)
@@ -792,3 +806,45 @@ def test_nobody_counts_as_lost_when_all_shut_down_together(
                     worker.rpc_sync(i, max, (1, 2))
             close_world(workers)
     assert not [record.getMessage() for record in caplog.records]
+
+
+# Answers that nobody must miss
+
+
+def test_a_waiter_is_woken_although_the_answer_came_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    twice = {"faults": Faults(repeat=1.0, kinds=frozenset([RESULT]))}
+    with socket_world(2, apart={1: twice}) as workers:
+        assert workers[0].rpc_sync("worker1", max, (1, 2)) == 2  # connected by now
+        caller, channel = workers[0]._agent.caller, link(workers[0]).channel
+        is_open, opening, answered = caller._open, threading.Event(), channel._answered
+        go_on = threading.Event()
+
+        def open_slowly(*args: Any) -> Any:
+            opening.set()
+            assert go_on.wait(LIMIT)
+            return is_open(*args)
+
+        monkeypatch.setattr(caller, "_open", open_slowly)
+        future = workers[0].rpc_async("worker1", max, (3, 4))
+        assert opening.wait(LIMIT)
+        wait_until(lambda: channel._answered == answered + 2)  # and the second was late
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(future.wait, LIMIT / 2)
+            wait_until(lambda: channel._waiters or channel._role.locked())
+            go_on.set()
+            assert waiting.result(LIMIT / 4) == 4
+
+
+def test_a_burst_that_is_over_at_once_leaves_its_connection_watched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with socket_world(2) as workers:
+        assert workers[0].rpc_async("worker1", max, (1, 2)).wait() == 2
+        channel = link(workers[0]).channel
+        with monkeypatch.context() as patch:
+            patch.setattr(workers[0]._executor, "call_at", lambda when, task: task())
+            channel._hold()
+        future = workers[0].rpc_async("worker1", max, (3, 4))
+        wait_until(future.done)  # nobody waits for it, so the poller has to read it

@@ -388,6 +388,23 @@ def test_after_closing_no_task_is_run(make: Make) -> None:
     assert ran == []
 
 
+def test_after_closing_tasks_that_are_not_run_are_let_go(make: Make) -> None:
+    class Thing:
+        def use(self) -> None:
+            pass
+
+    executor = make()
+    early, late, submitted = Thing(), Thing(), Thing()
+    things = [weakref.ref(thing) for thing in (early, late, submitted)]
+    executor.call_at(time.monotonic() + 3600, early.use)
+    executor.close()
+    executor.call_at(time.monotonic() + 3600, late.use)
+    executor.submit(submitted.use)
+    assert executor.join(SOON)
+    del early, late, submitted
+    assert [thing() for thing in things] == [None] * 3
+
+
 def test_a_task_may_close_and_join_its_own_executor(make: Make) -> None:
     executor, answers = make(), []
 

@@ -60,7 +60,6 @@ def init_rpc(  # noqa: PLR0913 torch's signature
         ValueError: the name or rank is taken, or an option makes no sense.
         GradwireError: the others did not come within `join_timeout`.
     """
-    global _process
     if backend is not None:
         raise ValueError(
             f"backend={backend!r}: there is one backend only, leave it out"
@@ -76,10 +75,16 @@ def init_rpc(  # noqa: PLR0913 torch's signature
         place = find_place(init_method, store, rank, world_size, settings.join_timeout)
         name = _own_name(place.rank) if name is None else name
         worker = open_worker(name, place, settings, _enter_thread)
-        for kind, reducer in _reducers.items():
-            worker.register_reducer(kind, reducer)
-        _process = worker
+        adopt(worker)
         return worker
+
+
+def adopt(worker: Worker) -> None:
+    """Make a worker this process's current one."""
+    global _process
+    for kind, reducer in _reducers.items():
+        worker.register_reducer(kind, reducer)
+    _process = worker
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:

@@ -30,7 +30,7 @@ Task = Callable[[], object]
 log = logging.getLogger("gradwire")
 
 _TICK = 0.001  # how long a queue may stand still before a thread is added
-_LINGER_TICKS = 10  # ticks without work before the monitor sleeps: waking it costs more
+_LINGER_TICKS = 2  # ticks without work before the monitor sleeps: waking it costs more
 _IDLE = 2.0  # how long a thread without work stays
 
 
@@ -121,7 +121,7 @@ class Executor:
             idle, self._idle = self._idle, []
         for bell in idle:
             bell.ring()
-        self._monitor.rouse()
+        self._monitor.close()
 
     def join(self, timeout: float) -> bool:
         """Wait for all threads but this one to end; False if some have not."""
@@ -131,6 +131,7 @@ class Executor:
         for thread in threads:
             if thread is not threading.current_thread():
                 thread.join(max(0.0, deadline - time.monotonic()))
+        self._queue.clear()  # what came late: it will not be run, and may hold a lot
         return all(t is threading.current_thread() for t in list(self._threads))
 
     def add_if_stuck(self, taken: int) -> int:
@@ -279,10 +280,18 @@ class _Monitor:
 
     def schedule(self, when: float, task: Task, *, is_quick: bool = False) -> None:
         with self._lock:
+            if self._executor._closed:
+                return
             heapq.heappush(self._timers, (when, next(self._order), task, is_quick))
             first = when < self._wake_at
         if first:
             self.rouse()
+
+    def close(self) -> None:
+        """Forget what was to be done later, with all it holds. The executor is closed."""
+        with self._lock:
+            self._timers.clear()
+        self.rouse()
 
     def wake(self) -> None:
         """There is work: tick, unless ticking already."""

@@ -8,11 +8,13 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 from .autograd.recording import Recording
 from .autograd.service import Autograd
-from .errors import GradwireError
+from .errors import CallTimeout, GradwireError
 from .ids import WorkerInfo, check_name
 from .options import Options
 from .rpc.agent import Agent
@@ -37,7 +39,20 @@ log = logging.getLogger("gradwire")
 _CLOSE = 5.0  # seconds for the threads to end; one in a user's function may take longer
 
 MakeTransport = Callable[[Executor], Transport]
+Surround = Callable[[Transport, Executor], Transport]
 OnThread = Callable[["Worker"], object]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """The classes a worker is made of, where subclasses of them may take their place."""
+
+    reference: type[RRef[Any]] = RRef
+    """The handles that users hold."""
+    runner: type[Runner] = Runner
+    """Runs what other workers ask for."""
+    timeout: type[CallTimeout] = CallTimeout
+    """What is raised when a call takes too long."""
 
 
 class Worker:
@@ -51,6 +66,7 @@ class Worker:
         options: Options,
         make_transport: MakeTransport,
         on_thread: OnThread | None = None,
+        kinds: Kinds | None = None,
     ) -> None:
         check_name(name)
         self.options = options
@@ -67,9 +83,9 @@ class Worker:
         self._turns = ShorterTurns(options.switch_interval)
         self._closed = False
         self._process = os.getpid()
-        self._build_layers()
+        self._build_layers(kinds or Kinds())
 
-    def _build_layers(self) -> None:
+    def _build_layers(self, kinds: Kinds) -> None:
         """Build what stands on the transport, and wire it together."""
         options = self.options
         self._codec = Codec(
@@ -77,7 +93,7 @@ class Worker:
             plain_only=options.allow is not None,
             custom=options.serializer,
         )
-        runner = Runner(self._allow, self._executor.host)
+        runner = kinds.runner(self._allow, self._executor.host)
         self._agent = Agent(
             self.card,
             options=options,
@@ -86,13 +102,16 @@ class Worker:
             codec=self._codec,
             runner=runner,
         )
+        self._agent.caller.timeout_error = kinds.timeout
         self.references = References(
             self._agent,
             executor=self._executor,
             runner=runner,
             timeout=options.timeout,
+            kind=kinds.reference,
         )
-        self._codec.carry(RRef, self.references.carriage)
+        for kind in (RRef, kinds.reference):
+            self._codec.carry(kind, self.references.carriage)
         self.autograd = Autograd(
             self._agent, self._executor, pickles=options.allow is None
         )
@@ -233,6 +252,10 @@ class Worker:
         """Be told of every worker that leaves or is lost; returns what ends that."""
         return self._agent.gone.subscribe(callback)
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """For a thread that waits for something of others: it leaves its place to another."""
+        return self._executor.waiting()
+
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
         """Pickle objects of exactly this type with `reducer` (as `copyreg.pickle` would)."""
         self._codec.register_reducer(kind, reducer)
@@ -250,7 +273,7 @@ class Worker:
             return
         try:
             if graceful:
-                self._end_together(timeout or 0)
+                self.join(timeout)
         finally:
             self.close()
 
@@ -274,33 +297,54 @@ class Worker:
         """Whether this is a forked child, whose sockets and threads are the parent's."""
         return os.getpid() != self._process
 
-    def _end_together(self, timeout: float) -> None:
+    def join(self, timeout: float | None = None) -> None:
+        """Wait until all workers want to leave and all calls everywhere are done.
+
+        In an elastic world others stay: then for what this worker has begun.
+
+        Raises:
+            CallTimeout: others did not come to the end in time.
+        """
         parties = (self._agent.caller, self.references)
         if self._meeting is not None and self._meeting.is_elastic:
             for party in parties:
-                party.wait_quiet()  # others stay: only what we began counts
+                party.wait_quiet()
         else:
-            self._collectives.settle(parties, timeout)
+            self._collectives.settle(parties, timeout or 0)
         self.references.report_leaks()
 
 
 def open_worker(
-    name: str, place: Place, options: Options, on_thread: OnThread | None = None
+    name: str,
+    place: Place,
+    options: Options,
+    on_thread: OnThread | None = None,
+    kinds: Kinds | None = None,
+    around: Surround | None = None,
 ) -> Worker:
     """A worker that talks by sockets, in the world that meets at `place`.
+
+    `around` may put another transport around the sockets, such as one with faults.
 
     Raises:
         ValueError: the name or rank is taken or makes no sense.
         GradwireError: the others did not come in time.
     """
+
     check_name(name)
     meeting = Meeting(place, options)
+
+    def make_transport(executor: Executor) -> Transport:
+        sockets = SocketTransport(options, executor, place.host)
+        return sockets if around is None else around(sockets, executor)
+
     worker = Worker(
         name,
         meeting.number(),
         options=options,
-        make_transport=lambda executor: SocketTransport(options, executor, place.host),
+        make_transport=make_transport,
         on_thread=on_thread,
+        kinds=kinds,
     )
     try:
         key = meeting.key()

@@ -6,20 +6,32 @@ The world has fixed size and is used for many programs, so what one leaves behin
 import random
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 
+import call_programs
 from autograd_programs import check, check_twice, draw, make_leaves, recorded
 from autograd_world import Autograds, Raises, autograds
 from conftest import FUZZ
+from gradwire.api import enter
 from gradwire.errors import GradwireError
+from gradwire.testing import World
 from gradwire.transport.faulty import Faults
-from sockets_world import together
+from gradwire.worker import Worker
+from processes import Processes
+from sockets_world import together, wait_until
 
 WORKERS = 5
 ROUNDS = 5
+FAULTS = Faults(delay=0.2, repeat=0.2, longest_delay=0.003)
+# `make fuzz`, with FUZZ=10, runs 10,000 programs of calls in one process and 200 over
+# several, in slices that have their own worlds.
+SLICES = range(FUZZ)
+IN_ONE_PROCESS = 60 if FUZZ == 1 else 1000
+OVER_PROCESSES = 5 if FUZZ == 1 else 20
 
 
 @pytest.fixture(autouse=True)
@@ -47,11 +59,10 @@ def test_programs_that_hypothesis_draws() -> None:
 
 @pytest.fixture(params=["in order", "overtaking", "delayed and repeated"])
 def world(request: pytest.FixtureRequest, fuzz_seed: int) -> Iterator[Autograds]:
-    faults = Faults(delay=0.2, repeat=0.2, longest_delay=0.003)
     options = {
         "in order": {},
         "overtaking": {"seed": fuzz_seed},
-        "delayed and repeated": {"seed": fuzz_seed, "faults": faults},
+        "delayed and repeated": {"seed": fuzz_seed, "faults": FAULTS},
     }[request.param]
     with autograds(WORKERS, **options) as world:
         yield world
@@ -100,3 +111,55 @@ def test_programs_that_fail_leave_nothing_waiting(
         world.until(lambda: world.passes() == 0)
         check(program, world)
     assert all("this backward fails" in text for text in texts)
+
+
+# Programs of calls
+
+
+@pytest.mark.parametrize("part", SLICES)
+def test_programs_of_calls(part: int) -> None:
+    with World(WORKERS, seed=part or None) as world, world.as_worker(0):
+
+        @seed(part)
+        @settings(max_examples=IN_ONE_PROCESS, database=None)
+        @given(st.data())
+        def program(data: st.DataObject) -> None:
+            def choose(limit: int) -> int:
+                return data.draw(st.integers(0, limit - 1))
+
+            call_programs.check(call_programs.draw(choose, most_workers=WORKERS))
+
+        program()
+        nothing_is_left(world.workers)
+
+
+def nothing_is_left(workers: list[Worker]) -> None:
+    infos = [worker.autograd.debug_info for worker in workers]
+    wait_until(lambda: not any(count for info in infos for count in info().values()))
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    started = Processes(tmp_path)
+    yield started
+    started.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", SLICES)
+def test_programs_of_calls_over_processes_with_faults(
+    processes: Processes, part: int
+) -> None:
+    for rank in range(1, WORKERS):
+        number = part * WORKERS + rank
+        processes.serve(rank, WORKERS, seed=number, faults=FAULTS)
+    with processes.world(WORKERS, seed=part * WORKERS, faults=FAULTS) as worker:
+        before = enter(worker)
+        try:
+            for number in range(OVER_PROCESSES):
+                chance = random.Random(part * OVER_PROCESSES + number)
+                program = call_programs.draw(chance.randrange, most_workers=WORKERS)
+                call_programs.check(program)
+            nothing_is_left([worker])
+        finally:
+            enter(before)

@@ -29,12 +29,14 @@ def make(
         if traced:
             link, linked = numbers.next(), tuple([i for i, _ in traced])
             context.add_send(link, recv.worker, [g for _, g in traced])
-    bare = tuple([g if g is None else _compact(g.detach()) for g in gradients])
+    bare = tuple([None if g is None else _compact(g) for g in gradients])
     return recv.id, bare, link, linked
 
 
 def _compact(gradient: Tensor) -> Tensor:
-    """Small gradients in order, such as the expanded one of a sum: they travel faster so."""
+    """Without history; small ones in order, such as the expanded one of a sum: that is faster."""
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     if gradient.layout is torch.strided and gradient.numel() <= _SMALL:
         return gradient.contiguous()
     return gradient

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from ..rpc.futures import CallFuture
@@ -20,5 +21,5 @@ class Desk(Protocol):
     def request(self, to: int, message: Any) -> CallFuture:
         """Send a message, with no limit to how long its answer may take."""
 
-    def ask(self, to: int, message: Any) -> Any:
-        """Send a message and wait for its answer."""
+    def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
+        """Send a message and wait for its answer, or until it is not wanted any more."""

@@ -87,9 +87,10 @@ def execute(job: Job, run: Run) -> Found:
     inputs = [GradientEdge(node, 0) for node in leaves]
     inputs += job.wanted
     is_short = job.given is not None and len(segment.last) == len(segment.recvs)
-    ends = tuple(segment.last.values()) if is_short else ()
-    inputs += [GradientEdge(node, i) for c, node in ends for i in range(c.count)]
-    nodes = [] if is_short else list(segment.recvs)
+    ends = segment.recvs if is_short else ()
+    for node in ends:
+        inputs += [GradientEdge(node, i) for i in range(node.crossing.count)]
+    nodes = [] if is_short else [node.crossing for node in segment.recvs]
     if nodes:
         inputs.append(TOKEN)
     if not inputs:
@@ -99,9 +100,9 @@ def execute(job: Job, run: Run) -> Found:
     captured = _call(job, inputs, nodes, run)
     at = len(leaves) + len(job.wanted)
     recvs = []
-    for crossing, _ in ends:
-        recvs.append((crossing, captured[at : at + crossing.count]))
-        at += crossing.count
+    for node in ends:
+        recvs.append((node.crossing, captured[at : at + node.crossing.count]))
+        at += node.crossing.count
     wanted = captured[len(leaves) : len(leaves) + len(job.wanted)]
     return Found(list(captured[: len(leaves)]), wanted, recvs)
 
@@ -113,7 +114,8 @@ def accumulate(job: Job, run: Run) -> None:
         Exception: whatever a node's backward raises.
     """
     segment = job.segment
-    nodes = [*segment.recvs, *[send.crossing for send in segment.sends]]
+    nodes = [node.crossing for node in segment.recvs]
+    nodes += [send.crossing for send in segment.sends]
     _call(job, (), nodes, run)
 
 

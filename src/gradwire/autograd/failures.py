@@ -14,13 +14,13 @@ from .messages import Failed
 
 
 def describe(error: BaseException, worker: int, *, pickles: bool) -> Failed:
-    """An error on a worker. `pickles`: those who hear of it may unpickle."""
+    """An error on a worker, with its notes. `pickles`: those who hear of it may unpickle."""
     pickler = PickleSerializer({}, same_main=False) if pickles else None
     failure = describe_failure(error, pickler)
     return Failed(
         worker,
         failure.type_name,
-        failure.message,
+        "\n".join([failure.message, *getattr(error, "__notes__", ())]),
         failure.trace,
         failure.pickled,
         tuple(failure.tensors),

@@ -1,21 +1,23 @@
 """Where the gradients of leaves go: into the context, and `.grad` only where asked for.
 
 The engine captures them on the way into the AccumulateGrad nodes, after the hooks of the leaves.
-What those nodes do besides adding up is done here, by the same rules: a buffer that nobody else
-has is kept, any other is copied, laid out like its leaf; then the hooks of the node are called.
+What those nodes do besides adding up is done here, by the same rules: the hooks of the node that
+come first are called; a buffer that nobody else has is kept, any other is copied, laid out like its
+leaf; then its other hooks are called.
 """
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..wire.memory import place
+from . import hooks
 from .contexts import Context, add
 from .messages import ACCUMULATE, CREATE
 
@@ -23,7 +25,7 @@ _NOBODY_ELSE = 2  # references to what a list holds: its own and the one that lo
 
 
 def keep(
-    context: Context, nodes: Sequence[Any], captured: list[Tensor | None], flags: int
+    context: Context, nodes: Iterable[Any], captured: list[Tensor | None], flags: int
 ) -> None:
     """Add what the engine captured for these nodes to the context. Empties the list."""
     shared = _shared_storages(captured) if len(captured) > 1 else ()
@@ -33,6 +35,13 @@ def keep(
         if gradient is None:
             continue
         leaf = node.variable
+        for hook in hooks.before(node):
+            changed = hook((gradient,))
+            if changed is not None:
+                (gradient,) = changed if isinstance(changed, tuple) else (changed,)
+                is_ours = False
+        if gradient is None:
+            continue
         if not flags & CREATE:
             is_ours = is_ours and place(gradient) not in shared
             gradient = gradient.detach() if gradient.requires_grad else gradient
@@ -40,8 +49,18 @@ def keep(
         context.add_gradient(leaf, gradient)
         if flags & ACCUMULATE:
             _accumulate(context, leaf, gradient)
-        for hook in _hooks(node):
+        for hook in hooks.after(node):
             hook((), (gradient,))
+
+
+def keep_accumulated(
+    context: Context, flags: int, leaf: Tensor, gradient: Tensor
+) -> None:
+    """Add what the engine accumulated for a leaf, whose hooks it has called."""
+    gradient = gradient.clone()  # it may be a piece of what others will use again
+    context.add_gradient(leaf, gradient)
+    if flags & ACCUMULATE:
+        _add_to_grad(context, leaf, gradient)
 
 
 def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
@@ -64,24 +83,16 @@ def _shared_storages(captured: Sequence[Tensor | None]) -> set[int]:
     return {storage for storage, count in counts.items() if count > 1}
 
 
-def _accumulate(context: Context, leaf: Tensor, gradient: Tensor) -> None:
-    """Do as an ordinary backward does."""
+def _add_to_grad(context: Context, leaf: Tensor, gradient: Tensor) -> None:
     with context.lock, torch.set_grad_enabled(gradient.requires_grad):
         before = leaf.grad
         leaf.grad = gradient.clone() if before is None else add(before, gradient)
+
+
+def _accumulate(context: Context, leaf: Tensor, gradient: Tensor) -> None:
+    """Do as an ordinary backward does."""
+    _add_to_grad(context, leaf, gradient)
     for hook in list(
         (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
     ):
         hook(leaf)
-
-
-def _hooks(node: Any) -> list[Callable[..., object]]:
-    """The hooks of a node. There is no list of them, but a new one gets to know the others."""
-    handle = node.register_hook(_nothing)
-    hooks = handle.hooks_dict_ref()
-    handle.remove()
-    return list(hooks.values()) if hooks else []
-
-
-def _nothing(*_: object) -> None:
-    pass

@@ -16,29 +16,33 @@ with residual paths could wait for each other for ever.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from ..errors import GradwireError
-from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Crossing, Send
+from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Send
 
 _LIFT = 1 << 40
+_SMALL = 200  # nodes
 
 
 @dataclass(slots=True)
 class Segment:
     """A piece of the graph."""
 
-    roots: list[int] = field(default_factory=list)
+    roots: list[int]
     """Which of the roots; by position."""
-    sends: list[Send] = field(default_factory=list)
+    sends: list[Send]
     """In order of creation."""
-    leaves: list[Any] = field(default_factory=list)
+    leaves: Collection[Any] = ()
     """The nodes behind the leaves that its sources reach."""
-    recvs: list[Crossing] = field(default_factory=list)
-    last: dict[int, tuple[Crossing, Any]] = field(default_factory=dict)
-    """The recvs that the engine runs after all else, and their nodes."""
+    recvs: list[Any] = field(default_factory=list)
+    """Their nodes."""
+    last: dict[int, Any] = field(default_factory=dict)
+    """The recvs that are run after all else, or nearly so."""
+    is_bare: bool = False
+    """There is nothing between its one send and leaves."""
 
 
 @dataclass(slots=True)
@@ -50,7 +54,9 @@ class Walk:
     links: list[tuple[int, int]] = field(default_factory=list)
     """Sources that reached the same node."""
     leaves: list[set[Any]] = field(default_factory=list)
-    recvs: list[list[Crossing]] = field(default_factory=list)
+    recvs: list[list[Any]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    """How many nodes each source was the first to reach."""
 
 
 def enter_late(send: Send, number: int) -> None:
@@ -58,8 +64,16 @@ def enter_late(send: Send, number: int) -> None:
     send.node._set_sequence_nr(number)
 
 
-def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segment]:
+def cut(
+    roots: Sequence[Any],
+    sends: Sequence[Send],
+    context: int,
+    joins: Callable[[Any], bool] = lambda leaf: False,
+) -> list[Segment]:
     """The segments of a graph: first those with roots.
+
+    `joins`: whether the whole gradient of a leaf, given by its node, has to be known at once. The
+    sources that reach it are then in one segment.
 
     Roots that wait for no sends are in one segment, all that do are in another: several that wait
     would have to be run at the same time.
@@ -67,12 +81,37 @@ def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segme
     Raises:
         GradwireError: it has tensors in it that arrived in another context.
     """
-    walk = _walk([*roots, *(send.node for send in sends)])
+    walk = _walk([*roots, *[send.node for send in sends]])
+    for recvs in walk.recvs:
+        for recv in recvs:
+            if recv.crossing.context != context:
+                raise GradwireError(
+                    f"a tensor that arrived in context {recv.crossing.context} is part "
+                    f"of a backward pass in context {context}"
+                )
+    count = len(roots)
+    if count + len(sends) > 1:
+        walk.links += _links(walk.leaves, joins)
+    if walk.links or count > 1:
+        return _joined(roots, sends, walk)
+    segments = []
+    if count:
+        segments.append(Segment([0], [], walk.leaves[0], walk.recvs[0]))
+    for i, send in enumerate(sends, count):
+        is_bare = walk.sizes[i] == 1
+        leaves, recvs = walk.leaves[i], walk.recvs[i]
+        segments.append(Segment([], [send], leaves, recvs, is_bare=is_bare))
+    _note_last(segments, range(len(segments)), walk.owner)
+    return segments
+
+
+def _joined(roots: Sequence[Any], sends: Sequence[Send], walk: Walk) -> list[Segment]:
+    """The segments where several sources may belong to one."""
     count = len(roots)
     groups = _groups(count + len(sends), walk.links)
     segments: dict[int, Segment] = {}
     for number, group in enumerate(groups):
-        segment = segments.setdefault(group, Segment())
+        segment = segments.setdefault(group, Segment([], []))
         if number < count:
             segment.roots.append(number)
         else:
@@ -81,13 +120,6 @@ def cut(roots: Sequence[Any], sends: Sequence[Send], context: int) -> list[Segme
         _lift(walk.owner, groups, {g for g, s in segments.items() if _waits(s)}, sends)
     _reach(segments, groups, walk)
     _note_last(segments, groups, walk.owner)
-    for segment in segments.values():
-        for recv in segment.recvs:
-            if recv.context != context:
-                raise GradwireError(
-                    f"a tensor that arrived in context {recv.context} is part of a "
-                    f"backward pass in context {context}"
-                )
     return _merged(list(segments.values()))
 
 
@@ -103,8 +135,9 @@ def _walk(sources: Iterable[Any]) -> Walk:
     recv_node: Any = RECV_NODE  # so that mypy does not take its members for known
     for number, source in enumerate(sources):
         leaves: set[Any] = set()
-        recvs: list[Crossing] = []
+        recvs: list[Any] = []
         stack: list[Any] = []
+        before = len(owner)
         edges: Any = ((source, 0),)
         while True:
             for node, _ in edges:
@@ -117,7 +150,7 @@ def _walk(sources: Iterable[Any]) -> Walk:
                         continue
                     owner[node] = number
                     if type(node) is recv_node:
-                        recvs.append(node.crossing)
+                        recvs.append(node)
                     else:
                         stack.append(node)
                 elif was != number:
@@ -127,7 +160,22 @@ def _walk(sources: Iterable[Any]) -> Walk:
             edges = stack.pop().next_functions
         walk.leaves.append(leaves)
         walk.recvs.append(recvs)
+        walk.sizes.append(len(owner) - before)
     return walk
+
+
+def _links(
+    leaves: Sequence[set[Any]], joins: Callable[[Any], bool]
+) -> list[tuple[int, int]]:
+    """Which sources a leaf that several of them reach puts together."""
+    first: dict[Any, int] = {}
+    shared: dict[Any, list[tuple[int, int]]] = {}
+    for number, own in enumerate(leaves):
+        for leaf in own:
+            before = first.setdefault(leaf, number)
+            if before != number:
+                shared.setdefault(leaf, []).append((before, number))
+    return [link for leaf, links in shared.items() if joins(leaf) for link in links]
 
 
 def _groups(count: int, links: Iterable[tuple[int, int]]) -> list[int]:
@@ -168,13 +216,24 @@ def _reach(segments: dict[int, Segment], groups: list[int], walk: Walk) -> None:
         else:
             leaves[group] = walk.leaves[number]
     for group, found in leaves.items():
-        segments[group].leaves = list(found)
+        segments[group].leaves = found
 
 
 def _note_last(
-    segments: dict[int, Segment], groups: list[int], owner: dict[Any, int]
+    segments: Mapping[int, Segment] | Sequence[Segment],
+    groups: Sequence[int],
+    owner: dict[Any, int],
 ) -> None:
-    """Nodes run in the reverse order of their making, where that is up to the engine."""
+    """Nodes run in the reverse order of their making, where that is up to the engine.
+
+    In a small graph nothing takes long, so everything counts as last.
+    """
+    if len(owner) <= _SMALL:
+        for group in groups:
+            segment = segments[group]
+            if segment.recvs:
+                segment.last = {node.crossing.id: node for node in segment.recvs}
+        return
     recvs: list[Any] = [node for node in owner if type(node) is RECV_NODE]
     if not recvs:
         return
@@ -187,7 +246,7 @@ def _note_last(
     for node in recvs:
         group = groups[owner[node]]
         if node._sequence_nr() < first[group]:
-            segments[group].last[node.crossing.id] = node.crossing, node
+            segments[group].last[node.crossing.id] = node
 
 
 def _merged(segments: list[Segment]) -> list[Segment]:
@@ -201,7 +260,7 @@ def _merged(segments: list[Segment]) -> list[Segment]:
             for other in group[1:]:
                 first.roots += other.roots
                 first.sends += other.sends
-                first.leaves = list({*first.leaves, *other.leaves})
+                first.leaves = {*first.leaves, *other.leaves}
                 first.recvs += other.recvs
                 first.last |= other.last
             kept.insert(0, first)

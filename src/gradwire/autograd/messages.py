@@ -1,59 +1,55 @@
 """What workers say to each other about contexts and passes.
 
-All but the tensors are small integers, strings and tuples of them, so that every encoding can
-carry them, also the one that accepts no pickles. Tensors stand by themselves at the end, and none
-is missing, so that the short encoding can.
+A message of a pass is numbers and tensors. The numbers travel as one string of bytes, the tensors
+each by itself behind it, and none is missing: so both the short encoding and the one that accepts
+no pickles can carry it, quickly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
+from .passes import Words
 
-STEP, ABORT, RELEASE = 48, 49, 50
+STEP, ABORT, RELEASE, OVER = 48, 49, 50, 51
 
-RETAIN, CREATE, ACCUMULATE, QUIET = 1, 2, 4, 8
+RETAIN, CREATE, ACCUMULATE, QUIET, ANOMALY, CHECK_NAN = 1, 2, 4, 8, 16, 32
 """How a pass is run: keep the graph; make the gradients differentiable; fill `.grad` too; keep no
-gradients in the context (the functional form)."""
+gradients in the context (the functional form); in anomaly mode, where gradients may not be nan."""
 
 Delivery = tuple[int, tuple[Any, ...], int, tuple[int, ...]]
 """Gradients for one send: its id; a gradient, or None where there is none, for each of its tensors;
 the id under which the gradients themselves were sent, or 0; and which of them were."""
-
-Head = tuple[int, int, tuple[int, ...], int, tuple[int, ...]]
-"""A delivery as it is said: the id; how many tensors, and which of them get no gradient; and the
-rest. The gradients follow."""
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """A worker → another, in a pass: here are gradients for your sends, others will get none.
 
-    The first one engages the receiver: it is answered when all that follows from it is done. Later
-    ones are answered at once.
+    `facts`: the pass, what is said (`Words`), and what the gradients are for.
     """
 
-    context: int
-    number: int
-    """Of the pass: the worker that began it and a count."""
-    flags: int
-    voids: tuple[int, ...]
-    """Sends that get no gradient."""
-    listed: tuple[int, ...] | None
-    """All sends that arrived here and may get one; None if that was said before. Those in neither
-    list never arrived: they are void too."""
-    awaiting: int
-    """How many sends to the receiver there are here; it says so if it did not get as many."""
-    heads: tuple[Head, ...]
+    facts: bytes
     gradients: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
+class Over:
+    """A worker → its engager, in a pass: it has ended here. As an answer to a step is."""
+
+    context: int
+    number: int
+    outcome: Any
+
+
+@dataclass(frozen=True, slots=True)
 class Abort:
-    """A worker → those that owe it an answer in a pass: it has failed, let go."""
+    """A worker → those that owe it an answer or their end in a pass: it has failed, let go."""
 
     context: int
     number: int
@@ -68,8 +64,16 @@ class Release:
     contexts: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Failed:
+class About(NamedTuple):
+    """Which pass, and how it is run."""
+
+    context: int
+    number: int
+    """Of the pass: the worker that began it and a count."""
+    flags: int
+
+
+class Failed(NamedTuple):
     """What went wrong in a pass, and on which worker: as text, and pickled where possible."""
 
     worker: int
@@ -80,87 +84,150 @@ class Failed:
     tensors: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The answer to a step: all is done here, and these are the last gradients for the asker."""
+class Done(NamedTuple):
+    """All is done on a worker, and these are its last gradients for whom it tells."""
 
-    deliveries: tuple[Delivery, ...] = ()
+    deliveries: Sequence[Delivery] = ()
+
+
+class Noted(NamedTuple):
+    """There is still something to do. `is_engaged`: the end will be told."""
+
+    is_engaged: bool = False
+    words: Words | None = None
+    deliveries: Sequence[Delivery] = ()
 
 
 Outcome = Done | Failed
 
-NOTED = 0
-"""The answer to a step while there is still something to do."""
-_NOTHING = Done()
+_DONE = Done()
+_NOTED, _ENGAGED = Noted(), Noted(is_engaged=True)
+_SHORT = {0: _NOTED, 1: _ENGAGED}
 
 
-def pack(outcome: Outcome) -> Any:
-    """An outcome as the answer to a step; None for the most common one."""
-    if isinstance(outcome, Failed):
-        return (
-            1,
-            outcome.worker,
-            outcome.type_name,
-            outcome.message,
-            outcome.trace,
-            outcome.pickled,
-            outcome.tensors,
-        )
-    if not outcome.deliveries:
-        return None
-    heads, gradients = flatten(outcome.deliveries)
-    return (0, heads, *gradients)
+def step(about: About, words: Words, deliveries: Sequence[Delivery]) -> Step:
+    facts = [*about]
+    _put_words(facts, words)
+    gradients = _put_deliveries(facts, deliveries)
+    return Step(array("q", facts).tobytes(), gradients)
 
 
-def unpack(answer: Any) -> Outcome | None:
-    """What an answer to a step says; None: noted."""
-    if answer is None:
-        return _NOTHING
-    if type(answer) is int:
-        return None
-    kind, *fields = answer
-    return Failed(*fields) if kind else Done(unflatten(fields[0], fields[1:]))
-
-
-def flatten(
-    deliveries: Iterable[Delivery],
-) -> tuple[tuple[Head, ...], tuple[Any, ...]]:
-    """Deliveries as they are said."""
-    heads: list[Head] = []
-    flat: list[Any] = []
-    for number, gradients, link, linked in deliveries:
-        absent = tuple([i for i, g in enumerate(gradients) if g is None])
-        heads.append((number, len(gradients), absent, link, linked))
-        flat += [g for g in gradients if g is not None] if absent else gradients
-    return tuple(heads), tuple(flat)
-
-
-def unflatten(heads: Iterable[Head], flat: Sequence[Any]) -> tuple[Delivery, ...]:
-    """What was said.
+def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
+    """What a step says.
 
     Raises:
-        ProtocolError: a gradient is missing.
+        ProtocolError: it makes no sense, or a gradient is missing.
     """
-    deliveries = []
+    with _Reading(step.facts) as facts:
+        about = About(next(facts), next(facts), next(facts))
+        words = _take_words(facts)
+        return about, words, _take_deliveries(facts, step.gradients)
+
+
+def pack(answer: Outcome | Noted) -> Any:
+    """An answer to a step, as it is sent: the common ones as next to nothing."""
+    if type(answer) is Failed:
+        return (1, *answer)
+    if type(answer) is Done:
+        if not answer.deliveries:
+            return None
+        facts = [0]
+        return _packed(facts, answer.deliveries)
+    assert type(answer) is Noted
+    if answer.words is None and not answer.deliveries:
+        return int(answer.is_engaged)
+    facts = [1, answer.is_engaged, answer.words is not None]
+    if answer.words is not None:
+        _put_words(facts, answer.words)
+    return _packed(facts, answer.deliveries)
+
+
+def unpack(answer: Any) -> Outcome | Noted:
+    """What an answer says.
+
+    Raises:
+        ProtocolError: nothing that makes sense.
+    """
+    if answer is None:
+        return _DONE
+    if type(answer) is int and answer in _SHORT:
+        return _SHORT[answer]
+    if type(answer) is not tuple or not answer:
+        raise ProtocolError("an answer of a backward pass makes no sense")
+    if type(answer[0]) is int:
+        return Failed(*answer[1:])
+    with _Reading(answer[0]) as facts:
+        if not next(facts):
+            return Done(_take_deliveries(facts, answer[1:]))
+        is_engaged, has_words = bool(next(facts)), next(facts)
+        words = _take_words(facts) if has_words else None
+        return Noted(is_engaged, words, _take_deliveries(facts, answer[1:]))
+
+
+def _packed(facts: list[int], deliveries: Sequence[Delivery]) -> Any:
+    gradients = _put_deliveries(facts, deliveries)
+    return (array("q", facts).tobytes(), *gradients)
+
+
+class _Reading:
+    """Numbers one by one. That there are too few, or senseless ones, is the sender's fault."""
+
+    __slots__ = ("_facts",)
+
+    def __init__(self, facts: bytes) -> None:
+        self._facts = facts
+
+    def __enter__(self) -> Iterator[int]:
+        numbers = array("q")
+        try:
+            numbers.frombytes(self._facts)
+        except (TypeError, ValueError) as error:
+            raise ProtocolError(f"no numbers in a backward pass: {error}") from None
+        return iter(numbers)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if kind in (StopIteration, ValueError):
+            raise ProtocolError("a message of a backward pass ends too early") from None
+
+
+def _put_words(facts: list[int], words: Words) -> None:
+    voids, listed, awaiting = words
+    facts += (awaiting, len(voids), *voids)
+    facts += (-1,) if listed is None else (len(listed), *listed)
+
+
+def _take_words(facts: Iterator[int]) -> Words:
+    awaiting = next(facts)
+    voids = tuple(islice(facts, next(facts)))
+    count = next(facts)
+    return Words(voids, None if count < 0 else tuple(islice(facts, count)), awaiting)
+
+
+def _put_deliveries(
+    facts: list[int], deliveries: Iterable[Delivery]
+) -> tuple[Any, ...]:
+    """A delivery: the send; how many tensors, which get no gradient; the link, what is linked."""
+    flat: list[Any] = []
+    for number, gradients, link, linked in deliveries:
+        absent = [i for i, g in enumerate(gradients) if g is None]
+        facts += (number, len(gradients), len(absent), *absent)
+        facts += (link, len(linked), *linked)
+        flat += [g for g in gradients if g is not None] if absent else gradients
+    return tuple(flat)
+
+
+def _take_deliveries(facts: Iterator[int], flat: Sequence[Any]) -> list[Delivery]:
+    deliveries: list[Delivery] = []
     at = 0
-    for number, count, absent, link, linked in heads:
+    for number in facts:
+        count, absent = next(facts), tuple(islice(facts, next(facts)))
+        link, linked = next(facts), tuple(islice(facts, next(facts)))
         end = at + count - len(absent)
         gradients = list(flat[at:end])
         if len(gradients) != end - at:
             raise ProtocolError(f"send {number} lacks gradients that are not void")
         for index in absent:
             gradients.insert(index, None)
-        deliveries.append((number, tuple(gradients), link, tuple(linked)))
+        deliveries.append((number, tuple(gradients), link, linked))
         at = end
-    return tuple(deliveries)
-
-
-def answer_after(outcome: Outcome | None, to_engager: bool) -> Any:
-    """The answer to a message that came when all was over.
-
-    That all is done is for the answer to the engaging message to say, which may bring gradients
-    and may not have arrived yet. Others have all that is for them.
-    """
-    if isinstance(outcome, Failed):
-        return pack(outcome)
-    return NOTED if to_engager else pack(Done())
+    return deliveries

@@ -25,10 +25,13 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
+from . import hooks
+
 Gradients = tuple[Tensor | None, ...]
 
 _PREFIX = "torch::distributed::autograd::"
 _TOKEN = torch.zeros((), requires_grad=True)
+_BLANK = torch.zeros(())
 
 TOKEN = get_gradient_edge(_TOKEN)
 """What lies behind every recv."""
@@ -57,7 +60,7 @@ here = _Here()
 class Crossing:
     """One message's tensors that require grad, at one of its ends."""
 
-    __slots__ = ("context", "count", "id", "runs", "worker")
+    __slots__ = ("context", "count", "id", "is_hooked", "runs", "worker")
 
     def __init__(self, number: int, worker: int, context: int, count: int) -> None:
         self.id = number
@@ -67,6 +70,8 @@ class Crossing:
         self.count = count
         self.runs: list[Run] = []
         """Those under way that pass through here: one, unless passes overlap."""
+        self.is_hooked = False
+        """Users have put hooks on the node."""
 
     def __repr__(self) -> str:
         return f"<Crossing {self.id}: {self.count} tensors, worker {self.worker}>"
@@ -106,8 +111,10 @@ class Recv(NamedTuple):
 
 def make_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Send:
     """A send of these tensors, which all require grad."""
+    if torch.is_grad_enabled():
+        return Send(crossing, _apply_send(crossing, *tensors))
     with torch.enable_grad():
-        return Send(crossing, _SendNode.apply(crossing, *tensors))
+        return Send(crossing, _apply_send(crossing, *tensors))
 
 
 def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Recv:
@@ -115,15 +122,17 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Recv:
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
-    with torch.enable_grad():
-        _RecvNode.apply(_TOKEN, crossing, tuple(tensors))
+    if torch.is_grad_enabled():
+        _apply_recv(_TOKEN, crossing, tuple(tensors))
+    else:
+        with torch.enable_grad():
+            _apply_recv(_TOKEN, crossing, tuple(tensors))
     return Recv(crossing, tensors[0].grad_fn)
 
 
 def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
     ctx.crossing = crossing
-    ctx.set_materialize_grads(False)
-    return torch.empty(())
+    return _BLANK.detach()  # a new one each time, made in the quickest way
 
 
 def _send_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
@@ -144,13 +153,18 @@ def _recv_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, Non
 
 
 def _function(name: str, forward: Any, backward: Any) -> Any:
-    """A `Function`; the name of its nodes is this and `Backward`."""
+    """How to apply a `Function`; the name of its nodes is this and `Backward`.
+
+    It is applied without what `Function.apply` does for transforms such as `vmap`, which takes as
+    long as the rest: tensors inside of those cannot be sent.
+    """
     members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
-    return type(_PREFIX + name, (Function,), members)
+    function: Any = type(_PREFIX + name, (Function,), members)
+    return super(Function, function).apply
 
 
-_SendNode = _function("SendRpc", _send_forward, _send_backward)
-_RecvNode = _function("RecvRpc", _recv_forward, _recv_backward)
+_apply_send = _function("SendRpc", _send_forward, _send_backward)
+_apply_recv = _function("RecvRpc", _recv_forward, _recv_backward)
 
 
 def _node_types() -> tuple[type, type, type]:
@@ -161,3 +175,5 @@ def _node_types() -> tuple[type, type, type]:
 
 SEND_NODE, RECV_NODE, LEAF_NODE = _node_types()
 """The types of the nodes of sends and recvs, and of those behind leaves (AccumulateGrad)."""
+hooks.note(SEND_NODE)
+hooks.note(RECV_NODE)

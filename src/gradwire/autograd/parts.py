@@ -9,34 +9,35 @@ caller of `backward`, the one that got a message, or the one that got an answer.
 roots is always run by the caller. One that may have to wait for other workers, or that is found
 inside a call of the engine, is a task of its own.
 
-Gradients that a run yields at its very end are held until it is over. Those for the engager then go
-with the answer, if the worker is done, so that a call and its return take one message each way;
-others leave when the one who sends them is free to wait for the answer.
+Gradients that a run yields at its very end are held until it is over. Those for the worker whose
+question this thread has to answer go with the answer. If there are none, and the thread has nothing
+else to run, it asks: it sends what there is and waits for what comes back. So along a chain of
+calls the same threads pass the gradients on that passed the calls.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import WorkerLostError
-from ..rpc.runner import Later
 from ..threads import Bell
-from . import deliveries, engine, messages
+from . import engine
 from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
+from .errands import Errands
 from .failures import describe
-from .messages import NOTED, Delivery, Done, Failed, Outcome, Step
+from .mail import Ended, Mail
+from .messages import About, Delivery, Done, Failed, Noted, Outcome, pack, unpack
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
     Action,
+    Answer,
     Finish,
     Narrow,
     Plan,
@@ -46,48 +47,41 @@ from .passes import (
     Wake,
     Words,
 )
-from .talk import Look, Talk
+from .talk import Look, Message, Question, Talk
 from .work import Work
 
 _NO_PLAN = Plan((), {}, {})
-
-
-class _Ended(Exception):
-    """The pass has failed elsewhere: get out of the engine."""
 
 
 class Part:
     """One pass on one worker."""
 
     def __init__(
-        self,
-        desk: Desk,
-        context: Context,
-        number: int,
-        flags: int,
-        engager: int | None = None,
+        self, desk: Desk, context: Context, about: About, engager: int | None = None
     ) -> None:
-        self.number = number
-        self.lock = threading.Lock()
+        self.number = about.number
         self.outcome: Outcome | None = None
         self.error: BaseException | None = None
         """What failed, if it failed here."""
         self._desk = desk
         self._context = context
-        self._flags = flags
+        self._flags = about.flags
         self._engager = engager
-        self._work: Any = None  # known once it has begun, as is the progress
-        self._progress: Any = None
-        self._gradients: dict[int, Gradients] = {}
-        self._bells: dict[int, Bell] = {}
-        self._held: dict[int, list[Delivery]] = {}  # by worker
-        self._talk = Talk(desk, context, number, flags)
-        self._answer: torch.futures.Future[Any] | None = None
+        self._work: Any = None  # known once it has begun
+        self.mail = Mail(desk, context, about.flags)
+        self.lock = self.mail.lock
+        self._talk = Talk(desk, about, self.is_over)
+        self._asking = 0  # questions of the engager that are still to be answered
+        self._is_told = engager is None  # the engager knows that it has ended here
         self._ended = Bell()
+        self._errands: Errands | None = None
 
     def __repr__(self) -> str:
         state = "under way" if self.outcome is None else type(self.outcome).__name__
         return f"<Part of worker {self._desk.me} in pass {self.number}: {state}>"
+
+    def is_over(self) -> bool:
+        return self.outcome is not None
 
     # How a part begins and ends
 
@@ -99,10 +93,15 @@ class Part:
         try:
             try:
                 self._begin(start)
-                actions = self._progress.begun()
+                actions = self.mail.progress.begun()
             finally:
                 self.lock.release()
-            self._do(actions)
+            is_profiled = engine.is_profiled()
+            if is_profiled and not self._waits(actions):
+                self._errands = Errands()
+            self._go_on_alone(self._act(actions))
+            if is_profiled:
+                self._serve()
             self._wait()
         except BaseException as error:
             self.fail(error)
@@ -110,62 +109,71 @@ class Part:
         found: Sequence[Tensor | None] = self._work.wanted
         return found
 
-    def engage(self, sender: int, step: Step) -> Any:
+    def engage(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
         """Take part because of this message, with the lock held; the answer to it."""
+        question = Question(sender, [])
         try:
             try:
+                self._asking = 1
                 self._begin(Start())
-                self._take(sender, step)
-                actions = self._progress.begun()
+                self.mail.progress.heard(
+                    sender, words, self.mail.receive(sender, arrived)
+                )
+                actions = self.mail.progress.begun()
             finally:
                 self.lock.release()
-            self._do(actions)
+            self._go_on(self._act(actions), question)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
-        with self.lock:
-            if self.outcome is not None:
-                return messages.pack(self.outcome)
-            self._answer = torch.futures.Future()
-            return Later(self._answer)
+        return self._answer(question, is_engaging=True)
 
-    def step(self, sender: int, step: Step) -> Any:
+    def step(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
         """Another message; the answer to it."""
+        question = Question(sender, [])
+        with self.lock:
+            self._asking += sender == self._engager
         try:
             with self.lock:
-                if self._progress.is_over:
-                    return messages.answer_after(self.outcome, sender == self._engager)
-                self._take(sender, step)
-                actions = self._progress.settled()
-            self._do(actions)
+                if not self.mail.progress.is_over:
+                    sends = self.mail.receive(sender, arrived)
+                    self.mail.progress.heard(sender, words, sends)
+                    actions = self.mail.progress.settled()
+                else:
+                    actions = []
+            self._go_on(self._act(actions), question)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
-        return NOTED
+        return self._answer(question)
+
+    def ended(self, worker: int, outcome: Any) -> None:
+        """A worker that was engaged from here has ended, and says how."""
+        self._answered(worker, lambda: outcome, is_last=True)
 
     def fail(self, error: BaseException) -> None:
         """End the pass because of an error here."""
         with self.lock:  # it has begun
-            if isinstance(error, _Ended) or self._progress.is_over:
+            if isinstance(error, Ended) or self.mail.progress.is_over:
                 return
         self.end(describe(error, self._desk.me, pickles=self._desk.pickles), error)
 
     def end(self, failed: Failed, error: BaseException | None = None) -> None:
         """End the pass here; those who gave us work and those we gave some are told."""
         with self.lock:
-            if self._progress.is_over:
+            if self.mail.progress.is_over:
                 return
-            actions = self._progress.failed()
+            actions = self.mail.progress.failed()
             self.error = error
         self._conclude(failed)
         for action in actions:
             if isinstance(action, Abort):
                 self._talk.abort(action.to, failed)
             else:
-                self._wake(action.send)
+                self.mail.wake(action.send)
 
     def worker_gone(self, worker: int, name: str) -> None:
         """Fail if that one is needed."""
         with self.lock:
-            is_needed = self._progress.is_expecting(worker)
+            is_needed = self.mail.progress.is_expecting(worker)
         if is_needed or owner(self.number) == worker:
             self.fail(WorkerLostError(name, "it went away during a backward pass"))
 
@@ -177,9 +185,9 @@ class Part:
         me = self._desk.me
         try:
             self._work = Work(self._context, start, self._flags)
-            self._progress = Progress(me, self._work.plan, self._engager)
+            self.mail.progress = Progress(me, self._work.plan, self._engager)
         except BaseException:
-            self._progress = Progress(me, _NO_PLAN, self._engager)
+            self.mail.progress = Progress(me, _NO_PLAN, self._engager)
             raise
 
     def _conclude(self, outcome: Outcome) -> None:
@@ -188,11 +196,26 @@ class Part:
             self._context.ended.add(self.number, self._engager)
         with self.lock:
             self.outcome = outcome
-            answer = self._answer
-        self._gradients.clear()
+            tells = not (self._is_told or self._asking)
+            self._is_told |= tells
+        self.mail.gradients.clear()
         self._ended.ring()
-        if answer is not None:
-            answer.set_result(messages.pack(outcome))
+        if self._errands is not None:
+            self._errands.end()
+        if tells:
+            assert self._engager is not None
+            self._talk.over(self._engager, outcome)
+
+    def _waits(self, actions: Iterable[Action]) -> bool:
+        """Whether the thread that leads may have to wait inside the engine."""
+        runs = [action for action in actions if type(action) is Run]
+        return any(run.may_wait and self._work.has_roots(run.piece) for run in runs)
+
+    def _serve(self) -> None:
+        """Do in this thread what need not wait for other workers, until the pass has ended."""
+        self._errands = self._errands or Errands()
+        if self.outcome is None:
+            self._errands.serve(self._go_on_alone, self._desk.executor)
 
     def _wait(self) -> None:
         """Until the pass has ended."""
@@ -203,174 +226,170 @@ class Part:
 
     # What is said
 
-    def _take(self, sender: int, step: Step) -> None:
-        sends = self._receive(sender, messages.unflatten(step.heads, step.gradients))
-        words = Words(step.voids, step.listed, step.awaiting)
-        self._progress.heard(sender, words, sends)
+    def _answer(self, question: Question, *, is_engaging: bool = False) -> Any:
+        """The answer to a question: the end, if it has come and is to be told now."""
+        sender, carried = question
+        words = None
+        with self.lock:
+            is_over = self.mail.progress.is_over
+            outcome, tells = self.outcome, False
+            if sender == self._engager:
+                self._asking -= 1
+                tells = outcome is not None and not self._is_told
+                self._is_told |= tells
+            elif is_over and not self.mail.progress.has_failed:
+                outcome, tells = Done(), True
+            if not is_over:
+                words = self.mail.progress.answer(sender)
+        if isinstance(outcome, Failed):
+            return pack(outcome)
+        if tells and outcome is not None:
+            return pack(Done([*carried, *outcome.deliveries]))
+        return pack(Noted(is_engaging, words, carried))
 
-    def _receive(self, sender: int, arrived: Iterable[Delivery]) -> list[int]:
-        sends = []
-        for delivery in arrived:
-            gradients = deliveries.take(self._context, sender, delivery)
-            self._gradients.setdefault(delivery[0], gradients)
-            sends.append(delivery[0])
-        return sends
+    def _hear(self, worker: int, look: Look, *, is_last: bool = False) -> list[Action]:
+        """An answer came, or a worker's last word: what follows."""
+        answer = unpack(look())
+        if isinstance(answer, Failed):
+            self.end(answer)
+            return []
+        with self.lock:
+            progress = self.mail.progress
+            if progress.is_over:
+                return []
+            sends = self.mail.receive(worker, answer.deliveries)
+            actions: list[Action]
+            if is_last:
+                actions = progress.ended(worker, sends)
+            elif isinstance(answer, Done):
+                actions = progress.answered(worker, Answer(sends, None, True))
+            else:
+                engaged = answer.is_engaged
+                said = Answer(sends, answer.words, False, engaged)
+                actions = progress.answered(worker, said)
+        return actions
 
-    def _answered(self, to: int, look: Look, is_free: bool = False) -> None:
-        """An answer came. `is_free`: this thread has nothing else to do, and may wait."""
+    def _answered(self, worker: int, look: Look, is_last: bool = False) -> None:
+        """An answer came to a thread that has other things to do than to wait for more."""
         try:
-            outcome = messages.unpack(look())
-            if isinstance(outcome, Failed):
-                self.end(outcome)
-                return
-            with self.lock:
-                if self._progress.is_over:
-                    return
-                if outcome is None:
-                    actions = self._progress.answered(to)
-                else:
-                    sends = self._receive(to, outcome.deliveries)
-                    actions = self._progress.finished(to, sends)
-            self._do(actions, is_free)
+            actions = self._hear(worker, look, is_last=is_last)
+            self._go_on(self._act(actions), is_free=False)
         except Exception as error:  # noqa: BLE001 user code
             self.fail(error)
 
     # What is done
 
-    def _do(self, actions: Iterable[Action], is_free: bool = True) -> None:
-        runs = []
+    def _act(self, actions: Iterable[Action]) -> list[Run]:
+        """Do what is to be done; the runs that are left to this thread."""
+        runs: list[Run] = []
         for action in actions:
-            if isinstance(action, Run):
+            if type(action) is Run:
                 runs.append(action)
-            elif isinstance(action, Narrow):
-                self._narrow(action.piece, action.sends)
-            elif isinstance(action, Tell):
-                self._talk.post(action.to, action.words, (), self._answered)
-            elif isinstance(action, Wake):
-                self._wake(action.send)
-            elif isinstance(action, Finish):
+            elif type(action) is Finish:
                 self._conclude(Done())
-        if len(runs) > 1:
-            runs.sort(key=lambda run: run.may_wait)  # those that need not, first
-        for run in runs:
-            is_task = run.may_wait and not self._work.has_roots(run.piece)
-            if is_task or engine.is_inside():
-                self._desk.executor.submit(partial(self._run, run))
-            else:
-                self._run(run, is_free and run is runs[-1])
+            elif type(action) is Tell:
+                self._talk.post(Message(action.to, action.words, ()), self._answered)
+            elif type(action) is Wake:
+                self.mail.wake(action.send)
+            elif type(action) is Narrow:
+                runs += self._narrow(action.piece, action.sends)
+        return [run for run in runs if not self._is_handed_over(run)]
 
-    def _narrow(self, piece: int, sends: tuple[int, ...]) -> None:
+    def _is_handed_over(self, run: Run) -> bool:
+        """Whether a run is a task of its own; it is made one."""
+        has_to_wait = run.may_wait and not self._work.has_roots(run.piece)
+        if not has_to_wait and not engine.is_inside():
+            return self._errands is not None and self._errands.leave(run)
+        self._submit(run)
+        return True
+
+    def _submit(self, run: Run) -> None:
+        self._desk.executor.submit(partial(self._go_on_alone, [run]))
+
+    def _go_on_alone(self, runs: list[Run]) -> None:
+        try:
+            self._go_on(runs, is_free=self._errands is None)
+        except Exception as error:  # noqa: BLE001 user code
+            self.fail(error)
+
+    def _go_on(
+        self, runs: list[Run], question: Question | None = None, is_free: bool = True
+    ) -> None:
+        """Run what there is to be run. `is_free`: this thread may wait for what follows."""
+        while runs:
+            if len(runs) > 1:
+                runs.sort(key=lambda run: run.may_wait)  # those that need not, first
+            leaving = self._run(runs.pop(0), runs, question)
+            last = None
+            if is_free and not runs and not (question and question.deliveries):
+                last = leaving.pop() if leaving and self._talk.can_ask() else None
+            for message in leaving:
+                self._talk.post(message, self._answered)
+            if last is not None:
+                runs += self._act(self._hear(last.to, self._talk.ask(last)))
+
+    def _narrow(self, piece: int, sends: tuple[int, ...]) -> list[Run]:
         recvs = self._work.narrow(piece, sends)
         with self.lock:
-            actions = self._progress.narrowed(piece, recvs)
-        self._do(actions, is_free=False)
+            actions = self.mail.progress.narrowed(piece, recvs)
+        return self._act(actions)
 
-    def _run(self, run: Run, is_free: bool = True) -> None:
-        """Run a piece. `is_free`: this thread has nothing else to do, and may wait."""
-        try:
-            if not self._work.is_whole(run.piece, run.sends):
-                self._narrow(run.piece, run.sends)
-            given = None if run.may_wait or engine.is_profiled() else self._gradients
-            recvs = self._work.execute(run.piece, _Exchange(self, run), given)
-            for recv, gradients in recvs:
-                self._deliver(recv, gradients, self._hold)
-        except BaseException as error:
-            self.fail(error)
-            if not isinstance(error, Exception):
-                raise
-            return
-        engager = -1 if self._engager is None else self._engager
+    def _run(
+        self, run: Run, more: list[Run], question: Question | None
+    ) -> list[Message]:
+        """Run a piece; the messages that follow. What else can be run is put with `more`."""
+        if not self._work.is_whole(run.piece, run.sends):
+            more += self._narrow(run.piece, run.sends)
+        given = None if run.may_wait or engine.is_profiled() else self.mail.gradients
+        exchange = Exchange(self, run)
+        for recv, gradients in self._work.execute(run.piece, exchange, given):
+            more += self._act(self.mail.put(recv, gradients, exchange.held))
+        held = exchange.held
         with self.lock:
-            if self._progress.is_over:
-                return
-            held, self._held = self._held, {}
+            progress = self.mail.progress
+            if progress.is_over:
+                return []
+            if question is not None and question.sender in held:
+                question.deliveries.extend(held.pop(question.sender))
+            engager = -1 if self._engager is None else self._engager
             last = held.pop(engager, None)
-            leaving = [(to, self._progress.speak(to), held[to]) for to in held]
-            actions = self._progress.ran(run)
-            if last and not self._progress.is_over:
-                leaving.append((engager, self._progress.speak(engager), last))
-        is_free = is_free and not actions and not engine.is_inside()
-        if is_free and len(leaving) == 1 and self._talk.is_alone_with(leaving[0][0]):
-            to = leaving[0][0]
-            self._answered(to, self._talk.ask(*leaving[0]), is_free=True)
-            return
-        for message in leaving:
-            self._talk.post(*message, self._answered)
-        if last and actions and isinstance(actions[-1], Finish):
+            leaving = [Message(to, progress.speak(to), held[to]) for to in held]
+            actions = progress.ran(run)
+            if last and not progress.is_over:
+                leaving.append(Message(engager, progress.speak(engager), last))
+                last = None
+        if last:  # its end, and nobody waits for it here
             actions.pop()
-            self._conclude(Done(tuple(last)))
-        self._do(actions, is_free)
+            self._conclude(Done(last))
+        more += self._act(actions)
+        return leaving
 
-    def _wake(self, send: int) -> None:
-        with self.lock:
-            bell = self._bells.pop(send, None)
-        if bell is not None:
-            bell.ring()
-
-    def collect(self, send: Crossing) -> Gradients:
-        """The gradients for a send; waits for them."""
-        bell = None
-        with self.lock:
-            if self._progress.fate(send.id) is None and not self._progress.is_over:
-                bell = self._bells[send.id] = Bell()
-        if bell is not None:
-            with self._desk.executor.waiting():
-                bell.wait(None)
-        if self._progress.has_failed:
-            raise _Ended
-        if self._progress.fate(send.id):
-            return self._gradients.pop(send.id)
-        return (None,) * send.count
-
-    def deliver(self, run: Run, recv: Crossing, gradients: Gradients) -> None:
-        """Send the gradients of a recv to where its tensors came from."""
+    def deliver(self, exchange: Exchange, recv: Crossing, gradients: Gradients) -> None:
+        """A recv was run by the engine: send its gradients to where its tensors came from."""
+        run = exchange.run
         may_hold = not run.may_wait and self._work.is_last(run.piece, recv.id)
-        self._deliver(recv, gradients, self._hold if may_hold else self._send)
-
-    def _deliver(
-        self, recv: Crossing, gradients: Gradients, go: Callable[[int, Delivery], None]
-    ) -> None:
-        if self._progress.is_over:
-            raise _Ended
-        if all(gradient is None for gradient in gradients):
+        held = exchange.held if may_hold else {}
+        actions = self.mail.put(recv, gradients, held)
+        if not may_hold and held:
+            (to,) = held
             with self.lock:
-                actions = self._progress.came_empty(recv.id)
-            self._do(actions, is_free=False)
-            return
-        context, to = self._context, recv.worker
-        delivery = deliveries.make(
-            context, recv, gradients, self._flags, self._desk.numbers
-        )
-        if to != self._desk.me:
-            with self.lock:
-                self._progress.left(recv.id)
-            go(to, delivery)
-            return
-        with self.lock:
-            self._progress.left(recv.id)
-            sends = self._receive(to, (delivery,))
-            actions = self._progress.delivered_here(sends[0])
-        self._do(actions, is_free=False)
-
-    def _hold(self, to: int, delivery: Delivery) -> None:
-        with self.lock:
-            self._held.setdefault(to, []).append(delivery)
-
-    def _send(self, to: int, delivery: Delivery) -> None:
-        with self.lock:
-            words = self._progress.speak(to)
-        self._talk.post(to, words, (delivery,), self._answered)
+                message = Message(to, self.mail.progress.speak(to), held[to])
+            self._talk.post(message, self._answered)
+        for run in self._act(actions):  # on a thread of the engine's own
+            self._submit(run)
 
 
-class _Exchange:
+class Exchange:
     """A call of the engine, as its nodes see it."""
 
-    __slots__ = ("_part", "_run", "collect")
+    __slots__ = ("_part", "collect", "held", "run")
 
     def __init__(self, part: Part, run: Run) -> None:
         self._part = part
-        self._run = run
-        self.collect = part.collect
+        self.run = run
+        self.collect = part.mail.collect
+        self.held: dict[int, list[Delivery]] = {}
+        """Gradients that leave when it is over, by worker."""
 
     def deliver(self, recv: Crossing, gradients: Gradients) -> None:
-        self._part.deliver(self._run, recv, gradients)
+        self._part.deliver(self, recv, gradients)

@@ -9,17 +9,20 @@ P2  A piece of the graph with roots is run at once. One without is run when the 
     that are not void has gradients; if all are void it is skipped.
 P3  A recv that no source reaches that is not void makes the matching send void. That is told at the
     first moment it is known, which may be before anything is run. The only reason to wait is that
-    another message to the same worker is about to leave.
+    another message or answer to the same worker is about to leave.
 P4  A worker that has our sends and has not been heard in this pass is told that it goes on, so that
-    it finds out which of them are void there.
+    it finds out which of them are void there. That can wait until nothing is being run here that
+    does not wait itself, and all our questions are answered: likely it is told by then.
 P5  The first message of a worker to another lists the sends that arrived there. Those not listed
     never arrived: their call failed, or its answer came too late. They are void.
-P6  Ending (Dijkstra and Scholten): the message that engages a worker is answered when all its
-    pieces are done and all its own messages are answered; later messages are answered at once. So
-    when the worker that began the pass is done, all are. Who is done has told everyone all there is
-    to tell: sends to it that are still open when its answer comes are void. What it has left for
-    its engager, and nobody else, goes with that answer.
-P7  After a failure nothing more is run; those who owe an answer are told to let go.
+P6  Every message is a question. It is answered as soon as whoever took it has nothing more to run,
+    with what there is for the asker by then.
+P7  Ending (Dijkstra and Scholten): the first message that a worker gets engages it. It owes its
+    engager the word that it is done: all its pieces are, all its questions are answered, and all
+    whom it engaged are done. So when the worker that began the pass is done, all are. The word goes
+    with an answer, or by itself. Who is done has told everyone all there is to tell: once it has
+    answered all our questions, sends to it that are still open are void.
+P8  After a failure nothing more is run; those who owe an answer, or their end, are told to let go.
 
 Why P2 cannot wait for ever: say worker A waits for send s. Its gradients come from the matching
 recv r on B, which was made after s. r lacks a gradient only because some source that reaches r has
@@ -71,11 +74,22 @@ class Narrow(NamedTuple):
 
 
 class Words(NamedTuple):
-    """What a message says beside gradients."""
+    """What a message or an answer says beside gradients."""
 
     voids: tuple[int, ...]
     listed: tuple[int, ...] | None
     awaiting: int
+
+
+class Answer(NamedTuple):
+    """The answer to one of our messages."""
+
+    delivered: Sequence[int] = ()
+    """Sends of ours that it brought gradients for."""
+    words: Words | None = None
+    is_done: bool = False
+    is_engaged: bool = False
+    """We brought it into the pass, and it will tell us when it is done."""
 
 
 class Tell(NamedTuple):
@@ -92,13 +106,13 @@ class Wake(NamedTuple):
 
 
 class Abort(NamedTuple):
-    """Tell a worker that owes us an answer that the pass has failed."""
+    """Tell a worker that owes us an answer, or its end, that the pass has failed."""
 
     to: int
 
 
 class Finish(NamedTuple):
-    """All is done here: answer the engager; or return, where the pass began."""
+    """All is done here: tell the engager; or return, where the pass began."""
 
 
 Action = Run | Narrow | Tell | Wake | Abort | Finish
@@ -120,17 +134,19 @@ class Progress:
         self._piece_of = {s: i for i, p in enumerate(plan.pieces) for s in p.sends}
         self._states = [_IDLE] * len(plan.pieces)
         self._open = len(plan.pieces)  # pieces that are not done
-        self._sends = _count(plan.sends.values())  # how many, by worker
-        self._recvs = _count(plan.recvs.values())
-        self._waited = dict(self._sends)  # sends of which nothing is known
+        self._running = 0  # runs under way that do not wait
+        self._waited = _count(plan.sends.values())  # sends not decided, by worker
         self._owed: dict[int, int] = {}  # messages of ours that are not answered
+        self._unanswered = 0  # all of them
+        self._engaged: set[int] = set()  # those who owe us their end
+        self._ended: set[int] = set()  # those who have told it
         self._told: set[int] = set()
         self._heard: set[int] = set()
         self._unlisted: set[int] = set()  # workers that wait for what never arrived
         # Recvs whose gradients have left, or whose sends were told that there are none.
         self._gone: set[int] = set()
         self._voids: dict[int, list[int]] = {}  # what is to be told, by worker
-        # Workers that a run under way, which does not wait, will have a message for.
+        # Workers that a message or answer is about to leave for.
         self._promised: dict[int, int] = {}
         self._actions: list[Action] = []
 
@@ -138,40 +154,55 @@ class Progress:
 
     def begun(self) -> list[Action]:
         """We take part from now on. The message that engaged us was `heard` before."""
-        reached = {recv for piece in self.plan.pieces for recv in piece.recvs}
-        for recv in self.plan.recvs:
-            if recv not in reached:
-                self._void(recv)
-        if self.me in self._sends:
-            self._void_unlisted(self.me, self.plan.recvs)  # its call failed
-        for index in range(len(self._states)):
-            self._start(index)
+        recvs = self.plan.recvs
+        if recvs:
+            reached = {recv for piece in self.plan.pieces for recv in piece.recvs}
+            for recv in recvs:
+                if recv not in reached:
+                    self._void(recv)
+        if self.me in self._waited:
+            self._void_unlisted(self.me, recvs)  # its call failed
+        for index, state in enumerate(self._states):
+            if state == _IDLE:
+                self._start(index)
         return self._next()
 
     def heard(self, sender: int, words: Words, delivered: Iterable[int]) -> None:
-        """A message of another worker. Say `begun` or `settled` next."""
-        for send in words.voids:
-            self._resolve(send, has_gradients=False)
-        if words.listed is not None:
-            self._void_unlisted(sender, {*words.listed, *words.voids})
+        """A message of another worker. Say `begun` or `settled` next, and `answer` at last."""
+        self._promised[sender] = self._promised.get(sender, 0) + 1
+        self._hear(sender, words)
         for send in delivered:
             self._resolve(send, has_gradients=True)
-        self._heard.add(sender)
-        if words.awaiting != self._recvs.get(sender, 0):
-            self._unlisted.add(sender)
 
-    def answered(self, by: int) -> list[Action]:
-        """One of our messages was answered at once."""
+    def answer(self, to: int) -> Words | None:
+        """What the answer to a message must say; None: nothing."""
+        self._promised[to] -= 1
+        if self.is_over or not (to in self._voids or to in self._unlisted - self._told):
+            return None
+        return self._words(to)
+
+    def answered(self, by: int, answer: Answer) -> list[Action]:
+        """One of our messages was answered."""
+        if answer.words is not None:
+            self._hear(by, answer.words)
+        for send in answer.delivered:
+            self._resolve(send, has_gradients=True)
         self._owed[by] -= 1
+        self._unanswered -= 1
+        if answer.is_done:
+            self._ended.add(by)
+        elif answer.is_engaged and by not in self._ended:
+            self._engaged.add(by)
+        if by in self._ended:
+            self._end(by)
         return self._next()
 
-    def finished(self, by: int, delivered: Iterable[int]) -> list[Action]:
-        """A worker that we engaged, or that is done anyway, answered; this came with it."""
+    def ended(self, worker: int, delivered: Iterable[int]) -> list[Action]:
+        """A worker that we engaged is done; this came with it."""
         for send in delivered:
             self._resolve(send, has_gradients=True)
-        if self._waited.get(by, 0):
-            self._void_unlisted(by, ())  # P6
-        self._owed[by] -= 1
+        self._ended.add(worker)
+        self._end(worker)
         return self._next()
 
     def settled(self) -> list[Action]:
@@ -204,18 +235,15 @@ class Progress:
         """A piece is done."""
         self._close(run.piece)
         if not run.may_wait:
+            self._running -= 1
             self._promise(run.piece, -1)
         return self._next()
 
     def speak(self, to: int) -> Words:
         """What a message that leaves now must say; it is owed an answer."""
         self._owed[to] = self._owed.get(to, 0) + 1
-        voids = tuple(self._voids.pop(to, ()))
-        if to in self._told:
-            return Words(voids, None, self._sends.get(to, 0))
-        self._told.add(to)
-        listed = (r for r, worker in self.plan.recvs.items() if worker == to)
-        return Words(voids, tuple(listed), self._sends.get(to, 0))
+        self._unanswered += 1
+        return self._words(to)
 
     def failed(self) -> list[Action]:
         """The pass is over, here or elsewhere."""
@@ -223,8 +251,8 @@ class Progress:
             return []
         self.has_failed = self.is_over = True
         waiting = [send for send, fate in self._fates.items() if fate is None]
-        owing = [worker for worker, count in self._owed.items() if count > 0]
-        return [*map(Wake, waiting), *map(Abort, owing)]
+        owing = self._engaged.union(w for w, count in self._owed.items() if count > 0)
+        return [*map(Wake, waiting), *map(Abort, sorted(owing))]
 
     # What is known
 
@@ -234,9 +262,38 @@ class Progress:
 
     def is_expecting(self, worker: int) -> bool:
         """Whether something is still to come from a worker."""
-        return worker == self.engager or self._waited.get(worker, 0) > 0
+        return (
+            worker == self.engager
+            or worker in self._engaged
+            or self._waited.get(worker, 0) > 0
+            or self._owed.get(worker, 0) > 0
+        )
 
     # What follows
+
+    def _words(self, to: int) -> Words:
+        voids = tuple(self._voids.pop(to, ()))
+        awaiting = sum([worker == to for worker in self.plan.sends.values()])
+        if to in self._told:
+            return Words(voids, None, awaiting)
+        self._told.add(to)
+        listed = [r for r, worker in self.plan.recvs.items() if worker == to]
+        return Words(voids, tuple(listed), awaiting)
+
+    def _hear(self, sender: int, words: Words) -> None:
+        for send in words.voids:
+            self._resolve(send, has_gradients=False)
+        if words.listed is not None:
+            self._void_unlisted(sender, {*words.listed, *words.voids})
+        self._heard.add(sender)
+        if words.awaiting != sum([w == sender for w in self.plan.recvs.values()]):
+            self._unlisted.add(sender)
+
+    def _end(self, worker: int) -> None:
+        """P7: a worker is done."""
+        self._engaged.discard(worker)
+        if self._waited.get(worker) and not self._owed.get(worker):
+            self._void_unlisted(worker, ())
 
     def _resolve(self, send: int, *, has_gradients: bool) -> None:
         if self._fates.get(send, True) is not None:
@@ -259,6 +316,7 @@ class Progress:
             may_wait = any(self._fates[send] is None for send in sends)
             self._actions.append(Run(index, sends, may_wait))
             if not may_wait:
+                self._running += 1
                 self._promise(index, 1)
         elif not sends:
             self._close(index)
@@ -298,15 +356,20 @@ class Progress:
         actions, self._actions = self._actions, []
         if self.is_over:
             return []
-        is_done = not self._open and not any(self._owed.values())
-        to_tell = set(self._voids) | (self._unlisted - self._told)  # P3, P5
-        if not is_done:
-            to_tell |= {w for w, n in self._waited.items() if n > 0} - self._heard  # P4
-        due = {w for w in to_tell if w != self.me and self._is_due(w)}
-        if is_done and due <= {self.engager}:  # P6
+        is_done = not (self._open or self._unanswered or self._engaged)
+        to_tell = {*self._voids, *self._unlisted}  # P3, P5
+        if not (is_done or self._running or self._unanswered):  # P4
+            to_tell.update(w for w, count in self._waited.items() if count > 0)
+            to_tell -= self._heard - self._voids.keys() - self._unlisted
+        due = (
+            [w for w in to_tell if w != self.me and self._is_due(w)] if to_tell else ()
+        )
+        if is_done and not set(due) - {self.engager}:  # P7
             self.is_over = True
-            return [*actions, Finish()]
-        return [*(Tell(to, self.speak(to)) for to in sorted(due)), *actions]
+            actions.append(Finish())
+        elif due:
+            return [*(Tell(to, self.speak(to)) for to in sorted(due)), *actions]
+        return actions
 
     def _is_due(self, worker: int) -> bool:
         """Whether to tell a worker now: nothing else will, and there is something to tell."""

@@ -1,11 +1,11 @@
 """Parameters that DistributedDataParallel averages over its replicas.
 
 Its reducer hangs on to the AccumulateGrad nodes of its parameters, in C++, and works on `.grad`. So
-where such parameters take part, the engine must really accumulate: the context's gradients are put
-into `.grad` for the time of the run, and what was there is put back after it.
+where such parameters take part, the engine must really accumulate: `.grad` is emptied for the time
+of the run, what is in it then goes to the context, and what was there is put back.
 
-There is no list of such modules, and none is made unless there is a process group. Then they are
-looked for among all objects, once for each parameter that has not been seen before.
+There is no list of such modules, and none is made unless there is a process group. When there is
+one, they are looked for among all objects, once; later ones are seen when they are made.
 """
 
 from __future__ import annotations
@@ -13,75 +13,84 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakKeyDictionary
 
 import torch.distributed
 from torch import Tensor
-from torch.nn import Parameter
+from torch.nn import Module
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from .contexts import Context
+Keep = Callable[[Tensor, Tensor], None]
 
 _lock = threading.Lock()
-_running = threading.Lock()  # a reducer is not made for two passes at once
-_modules: WeakSet[DistributedDataParallel] = WeakSet()
-_seen: dict[int, Callable[[], object]] = {}  # weak references to parameters, by id
+_is_looking = False
 
 
-def replicated(nodes: Iterable[Any]) -> list[Tensor]:
-    """The parameters of all replicated modules that have some of these leaves."""
+class Replica:
+    """A module and its parameters. Its reducer is not made for two passes at once."""
+
+    def __init__(self, module: Module) -> None:
+        found = [p for p in module.parameters() if p.requires_grad]
+        self.parameters = {id(parameter): parameter for parameter in found}
+        self.lock = threading.Lock()
+
+
+_replicas: WeakKeyDictionary[DistributedDataParallel, Replica] = WeakKeyDictionary()
+
+
+def replicated(nodes: Iterable[Any]) -> list[Replica]:
+    """The replicated modules that have some of these leaves, which are given by their nodes."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    leaves = [node.variable for node in nodes]
-    parameters = {id(leaf) for leaf in leaves if isinstance(leaf, Parameter)}
-    if any(_is_new(leaf) for leaf in leaves if isinstance(leaf, Parameter)):
-        _search()
-    found: list[Tensor] = []
     with _lock:
-        modules = list(_modules)
-    for module in modules:
-        own = [p for p in module.parameters() if p.requires_grad]
-        if parameters.intersection(map(id, own)):
-            found += own
-    return found
+        _look()
+        replicas = list(_replicas.values())
+    if not replicas:
+        return []
+    leaves = {id(node.variable) for node in nodes}
+    return [r for r in replicas if not leaves.isdisjoint(r.parameters)]
 
 
-def _is_new(parameter: Parameter) -> bool:
-    known = _seen.get(id(parameter))
-    if known is not None and known() is parameter:
-        return False
-    _seen[id(parameter)] = _weak(parameter)
-    return True
+def _look() -> None:
+    global _is_looking
+    if _is_looking:
+        return
+    _is_looking = True
+    register_module_module_registration_hook(_gets_part)
+    for thing in gc.get_objects():
+        if issubclass(type(thing), DistributedDataParallel):
+            _replicas[thing] = Replica(thing)
 
 
-def _weak(parameter: Parameter) -> Callable[[], object]:
-    number = id(parameter)
-    return ref(parameter, lambda _: _seen.pop(number, None))
-
-
-def _search() -> None:
-    with _lock:
-        for thing in gc.get_objects():
-            if issubclass(type(thing), DistributedDataParallel):
-                _modules.add(thing)
+def _gets_part(module: Module, name: str, part: Module) -> None:
+    """One that is replicated gets its part when it is made."""
+    if isinstance(module, DistributedDataParallel):
+        _replicas[module] = Replica(part)
 
 
 @contextmanager
-def swapped_in(context: Context, leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Have the context's gradients in `.grad`, and take them out again."""
-    leaves = list({id(leaf): leaf for leaf in leaves}.values())
-    with _running:
+def accumulating(
+    replicas: Sequence[Replica], nodes: Iterable[Any], keep: Keep
+) -> Iterator[None]:
+    """Have `.grad` of all leaves for oneself; `keep` gets what was accumulated for each."""
+    own = [p for replica in replicas for p in replica.parameters.values()]
+    leaves = {id(leaf): leaf for leaf in [*(n.variable for n in nodes), *own]}.values()
+    with ExitStack() as locks:
+        for replica in sorted(replicas, key=id):
+            locks.enter_context(replica.lock)
         before = [leaf.grad for leaf in leaves]
-        with context.lock:
-            for leaf in leaves:
-                leaf.grad = context.gradients.get(leaf)
+        for leaf in leaves:
+            leaf.grad = None
+        found: list[Tensor | None] = []
         try:
             yield
+            found = [leaf.grad for leaf in leaves]
         finally:
-            with context.lock:
-                for leaf, grad in zip(leaves, before, strict=True):
-                    if leaf.grad is not None:
-                        context.gradients[leaf] = leaf.grad
-                    leaf.grad = grad
+            for leaf, gradient in zip(leaves, before, strict=True):
+                leaf.grad = gradient
+        for leaf, gradient in zip(leaves, found, strict=True):
+            if gradient is not None:
+                keep(leaf, gradient)

@@ -8,7 +8,7 @@ contexts everywhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,6 +21,7 @@ from ..ids import WorkerInfo
 from ..rpc.agent import Agent
 from ..rpc.futures import CallFuture
 from ..threads import Executor
+from . import anomaly
 from .checks import check_call, check_history, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .engine import Start, profiled
@@ -29,16 +30,21 @@ from .messages import (
     ABORT,
     ACCUMULATE,
     CREATE,
+    OVER,
     QUIET,
     RELEASE,
     RETAIN,
     STEP,
     Abort,
+    About,
+    Done,
     Failed,
+    Noted,
+    Over,
     Release,
     Step,
-    answer_after,
     pack,
+    read_step,
     unpack,
 )
 from .parts import Part
@@ -65,6 +71,7 @@ class Autograd:
         self._passes = Numbers(self.me)
         self._releases = Releases(executor, self._tell_release)
         calls.handle(STEP, Step, self._on_step, is_spread=True)
+        calls.handle(OVER, Over, self._on_over)
         calls.handle(ABORT, Abort, self._on_abort)
         calls.handle(RELEASE, Release, self._on_release)
         self._unsubscribe = calls.gone.subscribe(self._worker_gone)
@@ -215,7 +222,8 @@ class Autograd:
     def _lead(
         self, context: Context, flags: int, start: Start
     ) -> tuple[Tensor | None, ...]:
-        part = Part(self, context, self._passes.next(), flags)
+        flags |= anomaly.flags()
+        part = Part(self, context, About(context.id, self._passes.next(), flags))
         with context.lock:
             if context.is_released:
                 raise unknown(context.id)
@@ -237,27 +245,36 @@ class Autograd:
     def request(self, to: int, message: Any) -> CallFuture:
         return self._calls.request(to, message, _FOR_EVER)
 
-    def ask(self, to: int, message: Any) -> Any:
-        return self._calls.ask(to, message, _FOR_EVER)
+    def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
+        return self._calls.ask(to, message, _FOR_EVER, is_over)
 
     # What others say
 
     def _on_step(self, sender: int, step: Step) -> Any:
-        context = self.contexts.arrived(step.context)
+        about, words, deliveries = read_step(step)
+        number = about.number
+        context = self.contexts.arrived(about.context)
         context.known.add(sender)
         with context.lock:
-            part = context.parts.get(step.number)
-            if part is None and step.number in context.ended:
-                is_engager = context.ended.get(step.number) == sender
-                return answer_after(None, is_engager)
+            part = context.parts.get(number)
+            if part is None and number in context.ended:
+                # The engager knows, or is about to hear it with the last gradients.
+                is_engager = context.ended.get(number) == sender
+                return pack(Noted() if is_engager else Done())
             if part is None and context.is_released:
                 error = unknown(context.id)
                 return pack(describe(error, self.me, pickles=self.pickles))
             if part is None:
-                new = Part(self, context, step.number, step.flags, sender)
+                new = Part(self, context, about, sender)
                 new.lock.acquire()  # others wait until it has begun
-                context.parts[step.number] = new
-        return new.engage(sender, step) if part is None else part.step(sender, step)
+                context.parts[number] = new
+        go_on = new.engage if part is None else part.step
+        return go_on(sender, words, deliveries)
+
+    def _on_over(self, sender: int, over: Over) -> None:
+        part = self.contexts.arrived(over.context).parts.get(over.number)
+        if part is not None:
+            part.ended(sender, over.outcome)
 
     def _on_abort(self, sender: int, abort: Abort) -> None:
         context = self.contexts.arrived(abort.context)

@@ -3,51 +3,68 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..rpc.futures import CallFuture
 from . import messages
-from .contexts import Context
 from .desk import Desk
-from .messages import Delivery, Failed, Step
+from .messages import About, Delivery, Failed, Outcome
 from .passes import Words
 
 Look = Callable[[], Any]
 
+_MOST_ASKING = 16  # threads of a worker that a pass may keep waiting at a time
 _GLANCE = 0.05  # seconds that a look at one answer may take
+
+
+class Message(NamedTuple):
+    """What is said to a worker."""
+
+    to: int
+    words: Words
+    deliveries: Sequence[Delivery]
+
+
+class Question(NamedTuple):
+    """A message that this thread has to answer, and what goes with the answer."""
+
+    sender: int
+    deliveries: list[Delivery]
 
 
 class Talk:
     """What is said in a pass. Looking at an answer may raise."""
 
-    def __init__(self, desk: Desk, context: Context, number: int, flags: int) -> None:
+    def __init__(self, desk: Desk, about: About, is_over: Callable[[], bool]) -> None:
         self._desk = desk
-        self._context = context
-        self._about = context.id, number, flags
+        self._about = about
+        self._is_over = is_over
         self._futures: list[CallFuture] = []
+        self._asking = 0  # threads; two that come at the same time may count as one
 
-    def is_alone_with(self, worker: int) -> bool:
-        """Whether no third worker can fail while one waits for this one."""
-        return self._context.known <= {self._desk.me, worker}
+    def can_ask(self) -> bool:
+        """Whether one more thread may wait. Along a long way around many workers, many would."""
+        return self._asking < _MOST_ASKING
 
-    def ask(self, to: int, words: Words, leaving: Sequence[Delivery]) -> Look:
-        """Say something, and wait for the answer."""
+    def ask(self, message: Message) -> Look:
+        """Say something, and wait for the answer, or until the pass is over."""
+        to, words, leaving = message
+        self._asking += 1
         try:
-            answer = self._desk.ask(to, self._step(words, leaving))
+            step = messages.step(self._about, words, leaving)
+            answer = self._desk.ask(to, step, self._is_over)
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
             return _raising(error)
+        finally:
+            self._asking -= 1
         return lambda: answer
 
-    def post(
-        self,
-        to: int,
-        words: Words,
-        leaving: Sequence[Delivery],
-        answered: Callable[[int, Look], None],
-    ) -> None:
+    def post(self, message: Message, answered: Callable[[int, Look], None]) -> None:
         """Say something; `answered` is told of the answer."""
+        to, words, leaving = message
         try:
-            future = self._desk.request(to, self._step(words, leaving))
+            step = messages.step(self._about, words, leaving)
+            future = self._desk.request(to, step)
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
             answered(to, _raising(error))
             return
@@ -59,10 +76,17 @@ class Talk:
 
         future.on_done(came)
 
+    def over(self, to: int, outcome: Outcome) -> None:
+        """Tell the engager that the pass has ended here, and how."""
+        context, number, _ = self._about
+        self._tell(to, messages.Over(context, number, messages.pack(outcome)))
+
     def abort(self, to: int, failed: Failed) -> None:
         """Tell a worker that the pass has failed."""
         context, number, _ = self._about
-        message = messages.Abort(context, number, messages.pack(failed))
+        self._tell(to, messages.Abort(context, number, messages.pack(failed)))
+
+    def _tell(self, to: int, message: Any) -> None:
         try:
             self._desk.request(to, message)
         except Exception:  # noqa: BLE001 it is gone, and so is its part
@@ -81,9 +105,6 @@ class Talk:
         except Exception:  # noqa: BLE001 whoever is told of the answer sees to it
             pass
         return True
-
-    def _step(self, words: Words, leaving: Sequence[Delivery]) -> Step:
-        return Step(*self._about, *words, *messages.flatten(leaving))
 
 
 def _raising(error: Exception) -> Look:

@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 from torch import Tensor
 
-from . import engine
+from . import anomaly, engine, hooks
 from .contexts import Context
 from .engine import Job, Start
-from .gradients import keep
+from .gradients import keep, keep_accumulated
 from .graph import Segment, cut
-from .messages import QUIET
+from .messages import ANOMALY, QUIET
 from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
-from .replicas import replicated, swapped_in
+from .replicas import accumulating, replicated
 
 
 class Work:
@@ -31,7 +33,7 @@ class Work:
         self._context = context
         self._start = start
         self._flags = flags
-        self._segments = cut(roots, list(sends.values()), context.id)
+        self._segments = cut(roots, list(sends.values()), context.id, _is_joint)
         self._lock = threading.Lock()
         self.wanted: list[Tensor | None] = [None] * len(start.wanted)
         self.plan = Plan(
@@ -56,12 +58,13 @@ class Work:
         whole = self._segments[piece]
         kept = [send for send in whole.sends if send.crossing.id in sends]
         roots = [self._start.roots[index].grad_fn for index in whole.roots]
-        parts = cut(roots, kept, self._context.id)
+        parts = cut(roots, kept, self._context.id, _is_joint)
         recvs = [recv for part in parts for recv in part.recvs]
-        leaves = list({leaf for part in parts for leaf in part.leaves})
-        last = {r.id: whole.last[r.id] for r in recvs if r.id in whole.last}
+        leaves = {leaf for part in parts for leaf in part.leaves}
+        ids = [recv.crossing.id for recv in recvs]
+        last = {number: whole.last[number] for number in ids if number in whole.last}
         self._segments[piece] = Segment(whole.roots, kept, leaves, recvs, last)
-        return [recv.id for recv in recvs]
+        return ids
 
     def execute(
         self, piece: int, run: Run, given: dict[int, Gradients] | None
@@ -73,13 +76,30 @@ class Work:
         Raises:
             Exception: whatever a backward or a hook raises.
         """
+        if not self._flags & ANOMALY:
+            return self._execute(piece, run, given)
+        with anomaly.explained(self._sources(piece), run, self._flags):
+            return self._execute(piece, run, given)
+
+    def _sources(self, piece: int) -> list[Any]:
+        segment = self._segments[piece]
+        roots = [self._start.roots[index].grad_fn for index in segment.roots]
+        return [*roots, *(send.node for send in segment.sends)]
+
+    def _execute(
+        self, piece: int, run: Run, given: dict[int, Gradients] | None
+    ) -> Sequence[tuple[Crossing, Gradients]]:
         segment, start = self._segments[piece], self._start
+        if given is not None and _is_hooked(segment):
+            given = None
+        if segment.is_bare and given is not None and self._keep_bare(segment, given):
+            return ()
         roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
         replicas = () if self._flags & QUIET else replicated(segment.leaves)
         if replicas:
             job = Job(roots, segment, (), self._flags, None)
-            leaves = [node.variable for node in segment.leaves]
-            with swapped_in(self._context, [*leaves, *replicas]):
+            kept = partial(keep_accumulated, self._context, self._flags)
+            with accumulating(replicas, segment.leaves, kept):
                 engine.accumulate(job, run)
             return ()
         job = Job(roots, segment, start.wanted, self._flags, given)
@@ -94,10 +114,37 @@ class Work:
                     self.wanted[index] = total
         return found.recvs
 
+    def _keep_bare(self, segment: Segment, given: dict[int, Gradients]) -> bool:
+        """Keep the gradients of leaves that were sent as they are; False: the engine is needed."""
+        (send,) = segment.sends
+        nodes = [node for node, _ in send.node.next_functions]
+        if (
+            len(segment.leaves) < len(nodes)
+            or self._start.wanted
+            or self._flags & QUIET
+            or any(node.variable._backward_hooks for node in nodes)
+            or replicated(nodes)
+        ):
+            return False
+        keep(self._context, nodes, list(given.pop(send.crossing.id)), self._flags)
+        return True
+
+
+def _is_joint(leaf: Any) -> bool:
+    """Whether a leaf, given by its node, wants its gradient once and whole."""
+    return hooks.has_any(leaf) or bool(replicated((leaf,)))
+
+
+def _is_hooked(segment: Segment) -> bool:
+    """Whether the nodes of its sends and recvs have to be run, for the sake of their hooks."""
+    return any(send.crossing.is_hooked for send in segment.sends) or any(
+        recv.crossing.is_hooked for recv in segment.recvs
+    )
+
 
 def _piece(segment: Segment) -> Piece:
     return Piece(
         tuple([send.crossing.id for send in segment.sends]),
-        tuple([recv.id for recv in segment.recvs]),
+        tuple([recv.crossing.id for recv in segment.recvs]),
         bool(segment.roots),
     )

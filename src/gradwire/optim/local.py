@@ -22,21 +22,7 @@ from torch.nn.utils import get_total_norm
 from ..api import get_gradients
 from ..errors import GradwireError
 from .groups import Group, settings_of
-
-_SMALL = 1 << 20  # numbers in a group
-_SAME_AT_ONCE = (
-    optim.SGD,
-    optim.Adam,
-    optim.AdamW,
-    optim.NAdam,
-    optim.RAdam,
-    optim.Adamax,
-    optim.Adadelta,
-    optim.Adagrad,
-    optim.RMSprop,
-    optim.Rprop,
-)
-"""The classes whose results do not depend on `foreach`. Those of ASGD do."""
+from .ways import is_free, quickest_way
 
 Changes = Mapping[int, Mapping[str, Any]]
 """New settings, by number of the group on this owner."""
@@ -66,11 +52,6 @@ class LocalOptimizer:
         groups = self.optimizer.param_groups
         self.params: list[Tensor] = [p for group in groups for p in group["params"]]
         self._locks = _locks_of(self.params)
-        self._is_small = [
-            sum(p.numel() for p in group["params"]) <= _SMALL
-            and all(p.device.type == "cpu" for p in group["params"])
-            for group in groups
-        ]
 
     def describe(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """The defaults, and the settings of each group."""
@@ -104,12 +85,33 @@ class LocalOptimizer:
         with self._locked():
             for number, settings in (changed or {}).items():
                 self.optimizer.param_groups[number].update(settings)
-            with _all_at_once(self._small_groups()):
-                if gradients is None:
-                    self.optimizer.step()
-                else:
-                    with _put_in_place(self.params, gradients):
-                        self.optimizer.step()
+            if gradients is None:
+                self._step([param.grad for param in self.params])
+                return
+            before = [param.grad for param in self.params]
+            grads = [gradients.get(param) for param in self.params]
+            try:
+                for param, grad in zip(self.params, grads, strict=True):
+                    param.grad = grad
+                self._step(grads)
+            finally:
+                for param, grad in zip(self.params, before, strict=True):
+                    param.grad = grad
+
+    def _step(self, grads: Sequence[Tensor | None]) -> None:
+        """Have the optimizer step with what is in `.grad`."""
+        way = quickest_way(type(self.optimizer), grads)
+        if way is None:
+            self.optimizer.step()
+            return
+        groups = [group for group in self.optimizer.param_groups if is_free(group)]
+        try:
+            for group in groups:
+                group[way] = True
+            self.optimizer.step()
+        finally:
+            for group in groups:
+                group[way] = None
 
     def zero_grad(self, set_to_none: bool) -> None:
         with self._locked():
@@ -163,25 +165,6 @@ class LocalOptimizer:
         gradients = gradients_in(context_id)
         return [gradients[p] for p in self.params if p in gradients]
 
-    def _small_groups(self) -> list[Group]:
-        """Groups for which torch would choose one operation for each parameter.
-
-        That costs more than the arithmetic where the parameters are small. All at once is the same
-        arithmetic, but takes memory for as many numbers again.
-        """
-        if type(self.optimizer) not in _SAME_AT_ONCE:
-            return []
-        return [
-            group
-            for group, is_small in zip(
-                self.optimizer.param_groups, self._is_small, strict=True
-            )
-            if is_small
-            and group.get("foreach", False) is None
-            and not any(group.get(key) for key in ("fused", "differentiable"))
-            and not any(isinstance(value, Tensor) for value in group.values())
-        ]
-
     @contextmanager
     def _locked(self) -> Iterator[None]:
         taken = []
@@ -201,32 +184,6 @@ def gradients_in(context_id: int) -> dict[Tensor, Tensor]:
         return get_gradients(context_id)
     except GradwireError:
         return {}  # the one who asks has seen that there is such a context
-
-
-@contextmanager
-def _all_at_once(groups: Sequence[Group]) -> Iterator[None]:
-    """Have an optimizer treat all parameters of each of these groups in one operation."""
-    for group in groups:
-        group["foreach"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["foreach"] = None
-
-
-@contextmanager
-def _put_in_place(
-    params: Sequence[Tensor], gradients: Mapping[Tensor, Tensor]
-) -> Iterator[None]:
-    before = [param.grad for param in params]
-    try:
-        for param in params:
-            param.grad = gradients.get(param)
-        yield
-    finally:
-        for param, grad in zip(params, before, strict=True):
-            param.grad = grad
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -26,11 +26,12 @@ from ..wire.functions import describe
 from ..wire.messages import FAILURE, RESULT, Call
 from . import modes
 from .caller import Caller
+from .encoding import prepare
 from .ends import after
-from .futures import CallFuture
+from .futures import CallFuture, Failed
 from .members import Members
 from .peers import Peer
-from .runner import Failed, Later, Runner
+from .runner import Later, Runner
 
 log = logging.getLogger("gradwire")
 
@@ -54,27 +55,6 @@ class _Nobody:
 
     def card(self, number: int) -> Card | None:
         return None
-
-
-def prepare(
-    func: Any,
-    args: Any,
-    kwargs: Any,
-    kind: type[Call] = Call,
-    ids: tuple[int, ...] = (),
-) -> Call:
-    """A user's call, checked, with this thread's modes.
-
-    Raises:
-        TypeError: naming what cannot be called or passed.
-    """
-    if not callable(func):
-        raise TypeError(f"{func!r} cannot be called: give a function")
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
-        raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
-    return kind(func, tuple(args or ()), dict(kwargs or {}), modes.capture(), ids)
 
 
 class Agent:
@@ -187,11 +167,21 @@ class Agent:
         parcel = self._codec.message(message, peer.manner)
         return self.caller.post(peer, parcel, type(message), timeout)
 
-    def ask(self, to: int, message: Any, timeout: float | None = None) -> Any:
-        """Send an upper layer's message; its answer."""
+    def ask(
+        self,
+        to: int,
+        message: Any,
+        timeout: float | None = None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> Any:
+        """Send an upper layer's message; its answer.
+
+        Raises:
+            CallTimeout: in time; or it `is_over`: soon after the answer is not wanted any more.
+        """
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
-        return self.caller.ask(peer, parcel, type(message), timeout)
+        return self.caller.ask(peer, parcel, type(message), timeout, is_over)
 
     def handle(
         self,

@@ -6,7 +6,6 @@ user code. A call ends once: by its answer, by its deadline, or with the worker 
 
 from __future__ import annotations
 
-import pickle
 import threading
 import time
 from collections.abc import Callable
@@ -21,14 +20,15 @@ from ..errors import (
 )
 from ..options import Options
 from ..threads import Bell, Executor
-from ..transport.base import Transport
+from ..transport.base import NAP, Transport
 from ..wire.codec import Codec
 from ..wire.failures import revive_failure
 from ..wire.frames import Frame, Parcel
 from ..wire.functions import describe
 from ..wire.messages import RESULT, Call, Failure
 from .calls import CallsInFlight, Pending
-from .ends import account, after, fail
+from .encoding import encode
+from .ends import account, after, fail, too_late
 from .futures import CallFuture, Fate, fresh_copy, settle
 from .held import Held, HeldBack
 from .peers import Peer
@@ -49,6 +49,8 @@ class Caller:
         codec: Codec,
         deliver: Callable[[int, Frame], None],
     ) -> None:
+        self.timeout_error = CallTimeout
+        """What is raised when a call takes too long, or a subclass of it."""
         self._me = me
         self._default_timeout = options.timeout
         self._executor = executor
@@ -75,6 +77,11 @@ class Caller:
         """Users' calls ever made from here."""
         return self._posted + self._exchanges
 
+    def answers(self) -> list[CallFuture]:
+        """The futures of all that was posted and is not answered."""
+        with self._lock:
+            return [pending.answer for pending in self._calls]
+
     def underway(self, to: int) -> set[int]:
         """The calls to a worker that may still be answered."""
         with self._lock:
@@ -86,11 +93,15 @@ class Caller:
         """Call and wait."""
         if not self._has_lane(peer):
             return self.call_async(peer, call, timeout).wait()
-        return self._exchange(peer, self.encode(peer, call), call.function, timeout)
+        return self._exchange(
+            peer, encode(self._codec, peer, call), call.function, timeout
+        )
 
     def call_async(self, peer: Peer, call: Call, timeout: float | None) -> CallFuture:
         """Call; the future of the result."""
-        return self.post(peer, self.encode(peer, call), call.function, timeout, calls=1)
+        return self.post(
+            peer, encode(self._codec, peer, call), call.function, timeout, calls=1
+        )
 
     def call_soon(
         self,
@@ -103,7 +114,7 @@ class Caller:
 
         The request is held back for a moment if it can be; it may be taken back (`take_held`).
         """
-        parcel = self.encode(peer, call)
+        parcel = encode(self._codec, peer, call)
         held = self._request(peer, parcel, call.function, timeout, make)
         if not parcel.bulk_length and self._has_lane(peer):
             self._held.hold(held)
@@ -113,11 +124,23 @@ class Caller:
         future: CallFuture = held.pending.answer
         return future
 
-    def ask(self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None) -> Any:
+    def ask(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> Any:
         """Send a request and wait for its answer; by a lane of its own where there are lanes."""
         if self._has_lane(peer):
-            return self._exchange(peer, parcel, what, timeout)
-        return self.post(peer, parcel, what, timeout).wait()
+            return self._exchange(peer, parcel, what, timeout, is_over)
+        future = self.post(peer, parcel, what, timeout)
+        while is_over is not None and not future.done():
+            self._wait_for(future, time.monotonic() + NAP)
+            if is_over() and not future.done():
+                raise CallTimeout(describe(what), peer.name, self._seconds(timeout))
+        return future.wait()
 
     def post(
         self,
@@ -154,7 +177,7 @@ class Caller:
             if left <= seconds:
                 future.set_exception(fresh_copy(error))
                 raise
-            raise CallTimeout(error.call, error.worker, seconds) from None
+            raise type(error)(error.call, error.worker, seconds) from None
         except WorkerLostError as error:
             if error.worker == held.peer.name:  # and not of a reference in the answer
                 future.set_exception(fresh_copy(error))
@@ -210,8 +233,7 @@ class Caller:
         """Fail what is in flight."""
         with self._lock:
             orphans = [p for p in self._calls if self._calls.answered(p.call)]
-        orphans += [held.pending for held in self._held.drop_all()]
-        for pending in orphans:
+        for pending in [*orphans, *(held.pending for held in self._held.drop_all())]:
             fail(pending, ClosedError("this worker was shut down"))
 
     def wait_quiet(self) -> None:
@@ -222,25 +244,16 @@ class Caller:
         while self._exchanging or self._opening:
             time.sleep(0.001)  # other threads of this process; each ends by itself
 
-    def encode(self, peer: Peer, call: Call) -> Parcel:
-        """A call as a parcel.
-
-        Raises:
-            TypeError, ValueError: it cannot be sent.
-        """
-        try:
-            return self._codec.call(call, peer.manner)
-        except (RecursionError, pickle.PicklingError) as error:
-            if "recursion" not in str(error):
-                raise
-            what = describe(call.function)
-            raise TypeError(f"arguments of {what} nest too deep") from error
-
     def _has_lane(self, peer: Peer) -> bool:
         return self._transport.has_lanes and peer.id != self._me
 
     def _exchange(
-        self, peer: Peer, parcel: Parcel, what: Any, timeout: float | None
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        is_over: Callable[[], bool] | None = None,
     ) -> Any:
         seconds = self._seconds(timeout)
         self._flush(peer)
@@ -252,9 +265,9 @@ class Caller:
         try:
             try:
                 limit = None if seconds in (0, _FOR_EVER) else seconds
-                frame = self._transport.exchange(peer.card, parcel, limit)
+                frame = self._transport.exchange(peer.card, parcel, limit, is_over)
             except TimeoutError:
-                raise CallTimeout(describe(what), peer.name, seconds) from None
+                raise self.timeout_error(describe(what), peer.name, seconds) from None
             arrived = frame.kind == RESULT
             return after(frame, self._open(peer, what, frame))
         finally:
@@ -304,7 +317,7 @@ class Caller:
         self._send(held.peer, pending.call, held.parcel, deadline)
 
     def _send(self, peer: Peer, call: int, parcel: Parcel, deadline: float) -> None:
-        if peer.id == self._me:
+        if peer.id == self._me and not self._transport.carries_own:
             frame = parcel.arrive(call)
             self._executor.submit(lambda: self._deliver(self._me, frame))
             return
@@ -366,10 +379,7 @@ class Caller:
         if self._alarm < _FOR_EVER:
             self._executor.call_at(self._alarm, self._expire)
         for pending in late:
-            fate = pending.answer.fate
-            fail(
-                pending, CallTimeout(describe(fate.what), fate.worker, pending.timeout)
-            )
+            fail(pending, too_late(pending, self.timeout_error))
 
     def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:
         """What an answer says; raises what it says was raised."""

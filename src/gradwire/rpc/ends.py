@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import CallTimeout
 from ..wire.frames import Frame, Freight
+from ..wire.functions import describe
 from .calls import Pending
 
 
@@ -29,3 +31,9 @@ def fail(pending: Pending, error: Exception) -> None:
     """No answer came."""
     account(pending.freight, arrived=False)
     pending.answer.set_exception(error)
+
+
+def too_late(pending: Pending, kind: type[CallTimeout]) -> CallTimeout:
+    """What a call ends with that was not answered in time."""
+    fate = pending.answer.fate
+    return kind(describe(fate.what), fate.worker, pending.timeout)

@@ -21,8 +21,9 @@ import copy
 import logging
 import threading
 import time
+import traceback
 from collections.abc import Callable, Coroutine, Generator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.futures
 
@@ -123,7 +124,7 @@ class CallFuture(Future):
     def set_exception(self, result: Exception) -> None:
         self.keep = None
         fate = self.fate
-        fate.error = result.with_traceback(None)  # its frames hold this future
+        fate.error = _without_frames(result)  # they hold this future
 
         def look(_: Any) -> None:
             fate.seen = True
@@ -158,6 +159,35 @@ class Fate:
     def __del__(self) -> None:
         if self.error is not None and not self.seen:
             log.warning("%s failed and nobody looked: %r", self, self.error)
+
+
+class Failed(NamedTuple):
+    """Stands for a result, where it was an exception: that, without frames, and its traceback."""
+
+    error: BaseException
+    trace: str
+
+
+def keepable(error: BaseException) -> Failed:
+    """An exception to be kept, with its text only: frames would keep what the function used."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    twin = fresh_copy(error).with_traceback(None)
+    # They have frames too; the text has it all.
+    twin.__cause__ = twin.__context__ = None
+    return Failed(twin, trace)
+
+
+def _without_frames(error: E) -> E:
+    """The same, and what led to it, without the frames they went through."""
+    stack: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while stack:
+        one = stack.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            stack += [one.__cause__, one.__context__]
+    return error
 
 
 def fresh_copy(error: E) -> E:
@@ -204,6 +234,14 @@ def settle(future: torch.futures.Future[Any], outcome: Callable[[], Any]) -> Non
         future.set_result(value)
 
 
+def _kept(outcome: Callable[[], Any]) -> Any:
+    """What it returns, or `Failed`."""
+    try:
+        return outcome()
+    except Exception as error:  # noqa: BLE001 user code
+        return keepable(error)
+
+
 class Loops:
     """One asyncio event loop of a worker, in a thread of its own, for `async def` functions."""
 
@@ -217,7 +255,10 @@ class Loops:
         self._lock = threading.Lock()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> torch.futures.Future[Any]:
-        """Start a coroutine; its result as a future.
+        """Start a coroutine; its result, or `Failed`, as a future.
+
+        A future that is given an exception holds it in C++, with all its frames and what they
+        hold, such as this future: it would never go.
 
         Raises:
             ClosedError: too late.
@@ -232,7 +273,7 @@ class Loops:
             )
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda done: settle(future, done.result))
+        task.add_done_callback(lambda done: future.set_result(_kept(done.result)))
         return future
 
     def close(self) -> None:

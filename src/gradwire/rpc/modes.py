@@ -1,10 +1,12 @@
-"""The caller's modes, carried to where its function runs: grad mode, inference mode, autocast.
+"""The caller's modes, carried to where its function runs.
 
-The usual modes are None, which costs nothing to send or to apply.
+They are grad mode, inference mode, autocast and anomaly mode. The usual ones are None, which costs
+nothing to send or to apply.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from types import coroutine
@@ -24,6 +26,7 @@ def capture() -> Modes | None:
         and not torch.is_inference_mode_enabled()
         and not torch.is_autocast_enabled("cpu")
         and not torch.is_autocast_enabled("cuda")
+        and not torch.is_anomaly_enabled()
     )
     if usual:
         return None
@@ -34,7 +37,9 @@ def capture() -> Modes | None:
     )
     grad = torch.is_grad_enabled()
     inference = torch.is_inference_mode_enabled()
-    return grad, inference, torch.is_autocast_cache_enabled(), casts
+    check_nan = torch.is_anomaly_check_nan_enabled()
+    anomaly = check_nan if torch.is_anomaly_enabled() else None
+    return grad, inference, torch.is_autocast_cache_enabled(), casts, anomaly
 
 
 def allow_grad(modes: Modes | None) -> bool:
@@ -45,7 +50,7 @@ def allow_grad(modes: Modes | None) -> bool:
 @contextmanager
 def applied(modes: Modes) -> Iterator[None]:
     """Run with another worker's modes."""
-    grad, inference, cache, casts = modes
+    grad, inference, cache, casts, anomaly = modes
     with ExitStack() as stack:
         if inference:
             stack.enter_context(torch.inference_mode())
@@ -53,7 +58,35 @@ def applied(modes: Modes) -> Iterator[None]:
         for device, dtype in casts:
             cast = torch.autocast(device, dtype, cache_enabled=cache)
             stack.enter_context(cast)
+        if anomaly is not None:
+            stack.enter_context(anomaly_mode(check_nan=anomaly))
         yield
+
+
+_anomaly_lock = threading.Lock()
+_anomaly_users = 0
+
+
+@contextmanager
+def anomaly_mode(*, check_nan: bool) -> Iterator[None]:
+    """Have anomaly mode on. It is the process's: on for all, until the last who needs it is done.
+
+    Where it is on anyway, whoever switched it on will switch it off.
+    """
+    global _anomaly_users
+    with _anomaly_lock:
+        is_ours = _anomaly_users > 0 or not torch.is_anomaly_enabled()
+        if is_ours:
+            _anomaly_users += 1
+            torch.autograd.set_detect_anomaly(True, check_nan)
+    try:
+        yield
+    finally:
+        with _anomaly_lock:
+            if is_ours:
+                _anomaly_users -= 1
+                if not _anomaly_users:
+                    torch.autograd.set_detect_anomaly(False)
 
 
 @coroutine

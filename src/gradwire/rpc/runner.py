@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -26,13 +26,6 @@ class Later:
     ) -> None:
         self.future = future
         self.begin = begin
-
-
-class Failed(NamedTuple):
-    """What a handler returns for an exception that was raised long ago."""
-
-    error: BaseException
-    trace: str
 
 
 class Runner:

@@ -50,13 +50,13 @@ class Carriage:
             WorkerLostError: its owner is gone.
             Exception: why its value could not be made.
         """
+        thing.check()
         core, parent = thing._core, 0
         owner = core.owner.id
         if isinstance(core, OwnedValue):
             fork = self._estate.fork(core, to)
         else:
             self._agent.peer(owner)
-            _ = core.is_confirmed
             parent = core.holding.fork
             fork = 0 if to == owner else self._custody.new_fork(owner)
         transit = Transit(Holding(owner, core.id, fork), parent, to, is_reply)

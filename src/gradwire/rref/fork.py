@@ -3,10 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from ..ids import WorkerInfo
 from ..rpc.futures import CallFuture
 from .ledger import Holding
+
+
+class Creation(CallFuture):
+    """The answer to the call that makes a value; tells if there will be none."""
+
+    def __init__(
+        self,
+        failed: Callable[[Exception], None],
+        explain: Callable[[Exception], Exception],
+        *args: Any,
+    ) -> None:
+        super().__init__(*args)
+        self._failed = failed
+        self._explain = explain
+
+    def set_exception(self, result: Exception) -> None:
+        super().set_exception(self._explain(result))
+        self._failed(result)
 
 
 class Fork:

@@ -79,6 +79,14 @@ class RRef(Generic[T]):
         self._service = service
         self._type_future: CallFuture | None = None
 
+    keeps_late_values = False
+    """Whether a value whose making took too long is kept as long as the reference is."""
+
+    @staticmethod
+    def explain(error: Exception) -> Exception:
+        """What uses of a reference raise if the call that makes its value has failed."""
+        return error
+
     def owner(self) -> WorkerInfo:
         """Who has the value."""
         return self._core.owner
@@ -98,6 +106,11 @@ class RRef(Generic[T]):
             return isinstance(core, OwnedValue) or core.is_confirmed
         except Exception:  # noqa: BLE001 whatever the creating call met with
             return False
+
+    def check(self) -> None:
+        """Raises why it cannot be passed on: the call that was to make its value failed."""
+        if not isinstance(self._core, OwnedValue):
+            _ = self._core.is_confirmed
 
     def local_value(self) -> T:
         """The value itself, at its owner.
@@ -190,4 +203,5 @@ def calling_line() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-_PACKAGES = frozenset(("gradwire", "gradwire.rref", "gradwire.nn", "gradwire.optim"))
+_OURS = "rref nn optim compat compat.rpc".split()
+_PACKAGES = frozenset(("gradwire", *(f"gradwire.{name}" for name in _OURS)))

@@ -18,16 +18,17 @@ from typing import Any
 from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..rpc import modes
-from ..rpc.agent import Agent, prepare
+from ..rpc.agent import Agent
+from ..rpc.encoding import prepare
 from ..rpc.futures import CallFuture, settle
 from ..rpc.peers import Peer
-from ..rpc.runner import Failed, Later, Runner
+from ..rpc.runner import Later, Runner
 from ..threads import Executor
 from ..wire.messages import Call
 from .carriage import Carriage
 from .custody import Custody
 from .estate import Estate
-from .fork import Fork
+from .fork import Creation, Fork
 from .janitor import Janitor
 from .ledger import Holding
 from .messages import (
@@ -47,28 +48,22 @@ from .messages import (
 )
 from .reference import Core, RRef, calling_line
 from .reports import debug_info, describe_held
-from .values import OwnedValue
+from .values import OwnedValue, part_of
 
 log = logging.getLogger("gradwire")
-
-
-class Creation(CallFuture):
-    """The answer to the call that makes a value; tells if there will be none."""
-
-    def __init__(self, failed: Callable[[Exception], None], *args: Any) -> None:
-        super().__init__(*args)
-        self._failed = failed
-
-    def set_exception(self, result: Exception) -> None:
-        super().set_exception(result)
-        self._failed(result)
 
 
 class References:
     """References of and to one worker."""
 
     def __init__(
-        self, agent: Agent, *, executor: Executor, runner: Runner, timeout: float
+        self,
+        agent: Agent,
+        *,
+        executor: Executor,
+        runner: Runner,
+        timeout: float,
+        kind: type[RRef[Any]] = RRef,
     ) -> None:
         self.me: WorkerInfo = agent.me.info
         self.estate = Estate(self.me)
@@ -78,6 +73,7 @@ class References:
         self._executor = executor
         self._runner = runner
         self._timeout = timeout
+        self._kind = kind
         self._leaked: dict[Holding, str] = {}  # what is held when all is quiet
         agent.handle(CREATE, Create, self._create, in_haste=False, in_context=True)
         agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
@@ -87,7 +83,7 @@ class References:
         agent.handle(RECALL, Recall, self._recalled)
         agent.gone.subscribe(self._worker_gone)
         self.carriage = Carriage(
-            agent, self.estate, self.custody, lambda core: RRef.over(core, self)
+            agent, self.estate, self.custody, lambda core: kind.over(core, self)
         )
 
     def __repr__(self) -> str:
@@ -119,7 +115,7 @@ class References:
         """The value, or its type."""
         if isinstance(core, OwnedValue):
             seconds = self._timeout if timeout is None else timeout
-            return _part(core.wait(self._executor, seconds), part)
+            return part_of(core.wait(self._executor, seconds), part)
         if not core.is_confirmed:
             return self._fetch_new(core, timeout, part)
         message = Fetch(core.id, core.holding.fork, part)
@@ -173,7 +169,7 @@ class References:
             if completes.acquire(blocking=False):
                 settle(future, look)
 
-        owned.when_ready(lambda: end(lambda: _part(owned.get(), part)))
+        owned.when_ready(lambda: end(lambda: part_of(owned.get(), part)))
         if timeout:
             late = partial(owned.give_up, timeout)
             self._executor.call_at(time.monotonic() + timeout, lambda: end(late))
@@ -213,7 +209,7 @@ class References:
         if made is not None:
             return made
         if isinstance(core, OwnedValue):
-            return self._when_ready(core, "nothing")
+            return self._fetch_here(core, None, "nothing")
         future = self._agent.caller.local_future(Create, core.owner.name)
         future.set_result(None)
         return future
@@ -232,18 +228,15 @@ class References:
         keep: Core | None = None,
     ) -> RRef[Any]:
         """Have a value made; a reference to it. What its making needs is kept meanwhile."""
-        failed: Callable[[Exception], None]
-        if isinstance(core, Fork):
-            failed = partial(self._creation_failed, core.holding)
-        else:
-            failed = core.fail
+        of = core.holding if isinstance(core, Fork) else core
+        failed = partial(self._creation_failed, of)
         # Likely the next thing is to ask for the value: let them go together.
-        make = partial(Creation, failed)
+        make = partial(Creation, failed, self._kind.explain)
         creation = self._agent.caller.call_soon(peer, create, timeout, make)
         if isinstance(core, Fork):
             core.creation = creation
         _keeping(keep, creation)
-        return RRef.over(core, self)
+        return self._kind.over(core, self)
 
     # What others ask
 
@@ -294,13 +287,13 @@ class References:
     def _fetched(self, sender: int, message: Fetch) -> Any:
         owned, part = self.estate.find(message.value, message.fork), message.part
         if owned.is_ready:
-            return _part(owned.give(), part)
+            return part_of(owned.give(), part)
         return Later(self._when_ready(owned, part))
 
     def _when_ready(self, owned: OwnedValue, part: str) -> CallFuture:
         """The future of what is to be sent of a value."""
         future = self._agent.caller.local_future(Fetch, self.me.name)
-        owned.when_ready(lambda: future.set_result(_part(owned.give(), part)))
+        owned.when_ready(lambda: future.set_result(part_of(owned.give(), part)))
         return future
 
     def _noted(self, sender: int, notes: Notes) -> None:
@@ -311,18 +304,25 @@ class References:
             self.estate.creation_failed(value, why)
 
     def _recalled(self, sender: int, recall: Recall) -> bool | None:
-        underway = self._agent.caller.underway(sender)
-        key = recall.owner, recall.fork
+        key, underway = (recall.owner, recall.fork), self._agent.caller.underway(sender)
         return self.custody.fork_asked(sender, recall.token, key, underway)
 
-    def _creation_failed(self, holding: Holding, error: Exception) -> None:
-        self.custody.creation_failed(holding, f"{type(error).__name__}: {error}")
+    def _creation_failed(self, of: Holding | OwnedValue, error: Exception) -> None:
+        if isinstance(of, OwnedValue):
+            of.fail(self._kind.explain(error))
+        elif not (isinstance(error, CallTimeout) and self._kind.keeps_late_values):
+            self.custody.creation_failed(of, f"{type(error).__name__}: {error}")
 
     def _worker_gone(self, worker: WorkerInfo) -> None:
         self.estate.worker_gone(worker)
         self.custody.worker_gone(worker.id)
 
     # The end
+
+    @property
+    def unconfirmed(self) -> int:
+        """Values that were asked for and are not known to have been made."""
+        return sum(isinstance(a, Creation) for a in self._agent.caller.answers())
 
     @property
     def started(self) -> int:
@@ -353,6 +353,11 @@ class References:
         left = {holding: self._leaked[holding] for holding in gone}
         self._leaked = left | self.custody.holdings()
 
+    def let_go_of_all(self) -> None:
+        """Give up all that is held here, also what there are handles to."""
+        held = self.custody.holdings()
+        self.custody.handles_dropped([(h.owner, h.fork) for h in held])
+
     def report_leaks(self) -> None:
         """Name the references that are still held at the end of the world."""
         if self._leaked:
@@ -381,13 +386,6 @@ def _fork_of(core: Core) -> int:
         return 0
     _ = core.is_confirmed
     return core.holding.fork
-
-
-def _part(value: Any, part: str) -> Any:
-    """What was asked for of a value: itself, its type, or only that it is there."""
-    if part == "nothing":
-        return None
-    return type(value) if part == "type" and type(value) is not Failed else value
 
 
 def _keeping(core: Core | None, future: CallFuture) -> CallFuture:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 from ..errors import CallTimeout, RemoteError
 from ..ids import WorkerInfo
-from ..rpc.futures import fresh_copy
-from ..rpc.runner import Failed
+from ..rpc.futures import Failed, fresh_copy, keepable
 from ..threads import Bell, Executor
 from .messages import spell
 
@@ -49,10 +47,13 @@ class OwnedValue:
         return "failed" if self._failed else type(self._result).__qualname__
 
     def set(self, result: Any) -> None:
-        self._end(result, None)
+        if type(result) is Failed:
+            self._end(None, result)
+        else:
+            self._end(result, None)
 
     def fail(self, error: BaseException) -> None:
-        self._end(None, _keepable(error))
+        self._end(None, keepable(error))
 
     def get(self) -> Any:
         """The value, which is ready; raises what its making raised."""
@@ -114,11 +115,8 @@ class OwnedValue:
             callback()
 
 
-def _keepable(error: BaseException) -> Failed:
-    """An exception to be kept, with its text only: frames would keep what the function used."""
-    trace = "".join(traceback.format_exception(error)).rstrip()
-    twin = fresh_copy(error).with_traceback(None)
-    twin.__cause__ = twin.__context__ = (
-        None  # they have frames too; the text has it all
-    )
-    return Failed(twin, trace)
+def part_of(value: Any, part: str) -> Any:
+    """What was asked for of a value: itself, its type, or only that it is there."""
+    if part == "nothing":
+        return None
+    return type(value) if part == "type" and type(value) is not Failed else value

@@ -19,6 +19,12 @@ from ..errors import ProtocolError
 from ..ids import WorkerInfo, check_name
 from ..wire.frames import Frame, Parcel
 
+NAP = 0.5
+"""Seconds after which one who waits looks whether there is still a reason to."""
+
+IsOver = Callable[[], bool]
+"""Whether what is waited for is not wanted any more."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
@@ -100,6 +106,8 @@ class Transport(Protocol):
     """Moves parcels to other workers. All methods may be called from any thread."""
 
     has_lanes: bool
+    carries_own: bool
+    """Whether requests of a worker to itself go this way, too."""
 
     @property
     def traffic(self) -> Traffic: ...
@@ -126,12 +134,19 @@ class Transport(Protocol):
     def reply(self, to: int, call: int, parcel: Parcel) -> None:
         """Answer a posted request. Quietly nothing, if who asked is gone."""
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         """Send a request by a lane and wait for its answer.
 
         Raises:
             WorkerLostError: it cannot be reached, or went away meanwhile.
-            TimeoutError: no answer in time.
+            TimeoutError: no answer in time; or it `is_over`, which is asked now and then: the
+                answer is not wanted any more.
         """
 
     def attend(

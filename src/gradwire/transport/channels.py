@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
+from ..errors import ProtocolError
 from ..threads import Bell
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import GOODBYE, PING, PONG
@@ -155,6 +156,8 @@ class Channel:
             if self._closed:
                 return
             self._closed = True
+        if isinstance(why, ProtocolError):
+            self.heard_at = time.monotonic()  # something came, if only nonsense
         self._station.poller.drop(self)
         self._stream.hang_up()
         self._deliver_rest()
@@ -242,7 +245,7 @@ class CallerChannel(Channel):
         super().__init__(station, stream, peer, ended)
         self._role = threading.Lock()
         self._inbox_lock = threading.Lock()
-        self._in_delivery: set[int] = set()
+        self._in_delivery: list[int] = []  # one twice, if its answer came twice
         self._waiters: dict[int, Bell] = {}
         self._attending = 0
         self._posted = 0
@@ -324,12 +327,12 @@ class CallerChannel(Channel):
             if not self._frames:
                 return
             frame = self._frames.popleft()
-            self._in_delivery.add(frame.call)
+            self._in_delivery.append(frame.call)
             self._answered += 1
         try:
             self._station.receiver.arrived(self._peer, frame)
         finally:
-            self._in_delivery.discard(frame.call)
+            self._in_delivery.remove(frame.call)
 
     def _enter(self) -> None:
         try:
@@ -357,10 +360,10 @@ class CallerChannel(Channel):
         """A burst: reading its answers one by one as they come would only slow it down."""
         if self._flush_due:
             return
-        super()._hold()
         with self._state_lock:
             if not self._attending and not self._closed:
                 self._station.poller.pause(self)
+        super()._hold()  # last: what is due then has it watched again
 
     def _flush_late(self) -> None:
         super()._flush_late()

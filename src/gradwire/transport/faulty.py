@@ -14,8 +14,9 @@ from dataclasses import dataclass, replace
 
 from ..errors import WorkerLostError
 from ..threads import Executor
-from ..wire.frames import Frame, Parcel
-from .base import Answer, Card, Receiver, Traffic, Transport
+from ..wire.frames import Parcel
+from .around import Around
+from .base import Card, Transport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,37 +37,16 @@ class Faults:
                 raise ValueError(f"{name}={getattr(self, name)!r}: not a probability")
 
 
-class FaultyTransport:
+class FaultyTransport(Around):
     """Another transport, with faults."""
-
-    has_lanes = False
 
     def __init__(
         self, inner: Transport, executor: Executor, *, seed: int, faults: Faults
     ) -> None:
+        super().__init__(inner, executor)
         self.faults = faults
-        self._inner = inner
-        self._executor = executor
         self._random = random.Random(seed)
         self._lock = threading.Lock()
-        self._receiver: Receiver | None = None
-
-    def __repr__(self) -> str:
-        return f"<FaultyTransport around {self._inner!r}: {self.faults}>"
-
-    @property
-    def traffic(self) -> Traffic:
-        return self._inner.traffic
-
-    def links(self) -> dict[int, str]:
-        return self._inner.links()
-
-    def card(self, name: str, number: int, main: str) -> Card:
-        return self._inner.card(name, number, main)
-
-    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
-        self._receiver = receiver
-        self._inner.start(me, key, receiver)
 
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
@@ -79,23 +59,6 @@ class FaultyTransport:
         self._send(
             to, parcel.kind, lambda: self._inner.reply(to, call, replace(parcel))
         )
-
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
-        raise NotImplementedError("a faulty transport has no lanes")
-
-    def attend(
-        self, to: int, call: int, answer: Answer, deadline: float | None
-    ) -> None:
-        self._inner.attend(to, call, answer, deadline)
-
-    def watch(self, to: Card) -> None:
-        self._inner.watch(to)
-
-    def forget(self, worker: int) -> None:
-        self._inner.forget(worker)
-
-    def close(self) -> None:
-        self._inner.close()
 
     def _send(self, to: int, kind: int, send: Callable[[], None]) -> None:
         faults = self.faults

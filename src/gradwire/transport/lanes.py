@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 from ..errors import ProtocolError
 from ..wire.frames import Frame, Parcel
+from .base import IsOver
 from .station import BROKEN, Station
 from .streams import Stream
 
@@ -36,18 +37,25 @@ class CallerLane:
             False  # a request went out whole, and its answer is still to come
         )
 
-    def exchange(self, parcel: Parcel, deadline: float | None, spin: bool) -> Frame:
+    def exchange(
+        self,
+        parcel: Parcel,
+        deadline: float | None,
+        spin: bool,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         """Send a request and wait for its answer.
 
         Raises:
-            TimeoutError: not in time; the lane owes an answer then.
+            TimeoutError: not in time, or it is over; the lane owes an answer then.
             EOFError, OSError, ProtocolError: the lane is of no more use.
         """
         station, stream = self._station, self.stream
         stream.writer.write(0, parcel, deadline)
         self.is_owed = True
         with station.executor.waiting():
-            frame = stream.next_frame(deadline, station.spin if spin else None)
+            permission = station.spin if spin else None
+            frame = stream.next_frame(deadline, permission, is_over)
         self.is_owed = False
         return frame
 

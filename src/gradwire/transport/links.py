@@ -18,7 +18,7 @@ from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import PING
 from . import segments
-from .base import Card
+from .base import Card, IsOver
 from .channels import CallerChannel, Channel
 from .dialing import Dialer
 from .handshake import Purpose
@@ -72,6 +72,10 @@ class OutgoingLink:
             station, self._stream(first), self.peer, self._channel_ended
         )
         self.channel.start()
+        self.ping()  # now it counts at the other end
+
+    was_used = True
+    """Whether its end is the end of the other worker."""
 
     @property
     def is_remote(self) -> bool:
@@ -90,7 +94,9 @@ class OutgoingLink:
     def post(self, call: int, parcel: Parcel) -> None:
         self.channel.post(call, parcel)
 
-    def exchange(self, parcel: Parcel, deadline: float | None) -> Frame:
+    def exchange(
+        self, parcel: Parcel, deadline: float | None, is_over: IsOver | None = None
+    ) -> Frame:
         """A call by a lane.
 
         Raises:
@@ -99,7 +105,7 @@ class OutgoingLink:
         lane = self._take_lane(deadline)
         alone = len(self._lanes) - len(self._free) == 1
         try:
-            frame = lane.exchange(parcel, deadline, alone)
+            frame = lane.exchange(parcel, deadline, alone, is_over)
         except TimeoutError:
             self._abandon(lane)
             raise
@@ -222,6 +228,12 @@ class IncomingLink:
         self._map: SegmentMap | None = None
         self._lock = threading.Lock()
         self._closed = False
+        self._silent_since = 0.0
+
+    @property
+    def was_used(self) -> bool:
+        """Whether anything came by it. If not, who made it may have given up half-way."""
+        return self.channel is not None and self.channel.heard_at != self._silent_since
 
     def __repr__(self) -> str:
         return f"<link from worker {self.peer}: {len(self._lanes)} lanes>"
@@ -255,6 +267,7 @@ class IncomingLink:
                 started = self.channel = Channel(
                     self._station, self._stream(sock), self.peer, self._channel_ended
                 )
+                self._silent_since = started.heard_at
         if started is not None:
             started.start()
 

@@ -13,7 +13,7 @@ from ..errors import WorkerLostError
 from ..threads import Executor
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import FAILURE, RESULT
-from .base import Answer, Card, Receiver, Traffic
+from .base import Answer, Card, IsOver, Receiver, Traffic
 
 
 class LoopbackNetwork:
@@ -36,6 +36,7 @@ class LoopbackTransport:
     """One worker's place in the network."""
 
     has_lanes = False
+    carries_own = False
 
     def __init__(self, network: LoopbackNetwork, executor: Executor) -> None:
         self.traffic = Traffic()
@@ -75,7 +76,13 @@ class LoopbackTransport:
         if other is not None:
             self._hand(other, call, parcel)
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         raise NotImplementedError("loopback has no lanes")
 
     def attend(

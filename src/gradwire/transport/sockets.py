@@ -10,7 +10,7 @@ import logging
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
@@ -18,7 +18,7 @@ from ..options import Options
 from ..threads import Executor
 from ..wire.frames import Frame, Limits, Parcel
 from . import addresses
-from .base import Answer, Card, Receiver, Traffic
+from .base import Answer, Card, IsOver, Receiver, Traffic
 from .dialing import Dialer, receive_exactly
 from .handshake import (
     HELLO_SIZE,
@@ -30,6 +30,7 @@ from .handshake import (
     check_proof,
 )
 from .links import IncomingLink, OutgoingLink
+from .listener import Listener
 from .poller import Poller
 from .segments import Recycler
 from .spin import Spin
@@ -40,13 +41,13 @@ log = logging.getLogger("gradwire")
 _HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
 _MOST_STRANGERS = 64
 _TICK = 5.0
-_TRY_AGAIN = 0.1  # seconds after which to accept again, when the system would not
 
 
 class SocketTransport:
     """Moves parcels between processes."""
 
     has_lanes = True
+    carries_own = False
 
     def __init__(
         self, options: Options, executor: Executor, rendezvous: str | None = None
@@ -57,7 +58,7 @@ class SocketTransport:
         self._host = addresses.host_identity()
         self._spin = Spin(options.spin)
         self._poller = Poller(executor, self._spin)
-        self._listeners: list[_Listener] = []
+        self._listeners: list[Listener] = []
         self._unix = ""
         self._tcp: tuple[str, int] | None = None
         self._out: dict[int, OutgoingLink] = {}
@@ -135,10 +136,16 @@ class SocketTransport:
         except OSError as error:
             log.debug("answer to worker %d could not be sent: %s", to, error)
 
-    def exchange(self, to: Card, parcel: Parcel, timeout: float | None) -> Frame:
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
         deadline = None if timeout is None else time.monotonic() + timeout
         link = self._out.get(to.id) or self._connect(to, deadline)
-        return link.exchange(parcel, deadline)
+        return link.exchange(parcel, deadline, is_over)
 
     def attend(
         self, to: int, call: int, answer: Answer, deadline: float | None
@@ -193,8 +200,8 @@ class SocketTransport:
         self._tcp = addresses.advertised(tcp, options)
         self._listeners.append(self._listener(tcp))
 
-    def _listener(self, sock: socket.socket) -> _Listener:
-        return _Listener(sock, self._poller, self._executor, self._stranger)
+    def _listener(self, sock: socket.socket) -> Listener:
+        return Listener(sock, self._poller, self._executor, self._stranger)
 
     def _connect(self, to: Card, deadline: float | None) -> OutgoingLink:
         with self._lock:
@@ -233,6 +240,8 @@ class SocketTransport:
             self._out = {k: v for k, v in self._out.items() if v is not link}
             self._in = {k: v for k, v in self._in.items() if v is not link}
             self._replies = {k: v for k, v in self._replies.items() if v is not link}
+            if not link.was_used:
+                return
             if reason is None:
                 self._leaving.add(link.peer)
             leaves = link.peer in self._leaving
@@ -356,42 +365,3 @@ def _held(lock: threading.Lock, deadline: float | None) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-class _Listener:
-    """A listening socket in the poller's care."""
-
-    def __init__(
-        self,
-        sock: socket.socket,
-        poller: Poller,
-        executor: Executor,
-        accepted: Callable[[socket.socket], None],
-    ) -> None:
-        sock.setblocking(False)
-        self._sock = sock
-        self._poller = poller
-        self._executor = executor
-        self._accepted = accepted
-
-    def fileno(self) -> int:
-        return self._sock.fileno()
-
-    def ready(self) -> None:
-        try:
-            while True:
-                sock, _ = self._sock.accept()
-                self._accepted(sock)
-        except BlockingIOError:
-            self._watch()
-        except OSError as error:
-            if self.fileno() >= 0:  # not closed: out of descriptors, say
-                log.warning("cannot accept a connection for now: %s", error)
-                self._executor.call_at(time.monotonic() + _TRY_AGAIN, self._watch)
-
-    def close(self) -> None:
-        self._sock.close()
-
-    def _watch(self) -> None:
-        if self.fileno() >= 0:
-            self._poller.watch(self)

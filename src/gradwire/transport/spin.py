@@ -45,16 +45,16 @@ class Spin:
 class Patience:
     """Whether to try spinning in one place."""
 
-    __slots__ = ("_next_skips", "_skips", "_streak")
+    __slots__ = ("_credit", "_next_skips", "_skips")
     _MOST_SKIPS = 64
-    _CONVINCING = (
-        3  # times in a row: where processes share a core, it pays once in a while
-    )
+    _MOST_CREDIT = 8
+    # A failure costs as many successes: where processes share a core, it pays once in a while.
+    _PRICE = 4
 
     def __init__(self) -> None:
         self._skips = 0
         self._next_skips = 0
-        self._streak = 0
+        self._credit = 0
 
     def look(
         self, spin: Spin, attempt: Callable[[], T | None], times: int = 1
@@ -64,12 +64,14 @@ class Patience:
             self._skips -= 1
             return None
         found = spin.look(attempt, times)
-        if found is None:
-            self._streak = 0
+        if found is not None:
+            self._credit = min(self._credit + 1, self._MOST_CREDIT)
+            if self._credit == self._PRICE:
+                self._next_skips = 0
+        elif self._credit >= self._PRICE:
+            self._credit -= self._PRICE
+        else:
+            self._credit = 0
             self._next_skips = min(2 * self._next_skips + 1, self._MOST_SKIPS)
             self._skips = self._next_skips
-        else:
-            self._streak += 1
-            if self._streak == self._CONVINCING:
-                self._next_skips = 0
         return found

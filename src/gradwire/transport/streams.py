@@ -21,14 +21,13 @@ from ..errors import ProtocolError
 from ..wire import memory
 from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
 from ..wire.messages import GOODBYE, NOTES
-from .base import Traffic
+from .base import NAP, IsOver, Traffic
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
 from .spin import Patience, Spin
 
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
-_NAP = 0.5  # seconds
 _ALONE = 3  # times as long a look for one that waits for a frame and nothing else
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
@@ -240,11 +239,15 @@ def poll_until(poll: select.poll, deadline: float | None) -> bool:
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if threading.current_thread() is threading.main_thread():
         # A Ctrl-C that comes just before the sleep does not end it: look now and then.
-        left = _NAP if left is None else min(left, _NAP)
+        left = NAP if left is None else min(left, NAP)
     found = poll.poll(None if left is None else left * 1000)
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError
     return bool(found)
+
+
+def _no_later(deadline: float | None, until: float) -> float:
+    return until if deadline is None else min(deadline, until)
 
 
 class Stream:
@@ -286,11 +289,27 @@ class Stream:
         except BlockingIOError:
             poll_until(self._readable, deadline)
 
-    def next_frame(self, deadline: float | None, spin: Spin | None = None) -> Frame:
-        """The next frame; waits for it. Only that: so looking for longer disturbs nobody."""
+    def next_frame(
+        self,
+        deadline: float | None,
+        spin: Spin | None = None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
+        """The next frame; waits for it. Only that: so looking for longer disturbs nobody.
+
+        Raises:
+            TimeoutError: it is late, or over.
+        """
         frames = self.reader.frames
         while not frames:
-            self.read(deadline, spin, _ALONE)
+            if is_over is None:
+                self.read(deadline, spin, _ALONE)
+                continue
+            try:
+                self.read(_no_later(deadline, time.monotonic() + NAP), spin, _ALONE)
+            except TimeoutError:
+                if is_over() or (deadline and time.monotonic() >= deadline):
+                    raise
         return frames.popleft()
 
     def _attempt(self) -> bool | None:

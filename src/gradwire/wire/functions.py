@@ -75,10 +75,9 @@ def resolve(name: str) -> Any:
 
 
 def _find_name(func: Any) -> str | None:
-    qualname = getattr(func, "__qualname__", None)
+    module, qualname = _origin(func)
     if not callable(func) or not isinstance(qualname, str) or "<" in qualname:
         return None
-    module = getattr(func, "__module__", None)
     candidates = [f"torch:{qualname.rpartition('.')[2]}", f"builtins:{qualname}"]
     if isinstance(module, str):
         alias = "__main__" if module in MAIN_MODULES else module
@@ -91,6 +90,14 @@ def _find_name(func: Any) -> str | None:
         if found is func or (isinstance(func, _METHODS) and found == func):
             return name
     return None
+
+
+def _origin(func: Any) -> tuple[Any, Any]:
+    """The module and the name that a function says it is from."""
+    if isinstance(func, torch.jit.ScriptFunction):  # all have the same, in Python
+        module, _, name = func.qualified_name.rpartition(".")
+        return module.removeprefix("__torch__").lstrip(".") or "__main__", name
+    return getattr(func, "__module__", None), getattr(func, "__qualname__", None)
 
 
 def describe(func: Any) -> str:

@@ -105,23 +105,25 @@ def _remote(caller: Caller, count: int = 300) -> Sample:
     return _summary(_each(lambda: remote(functions.add, tensors).to_here(), count))
 
 
-def _train(
-    forward: Callable[[Caller, torch.Tensor], torch.Tensor], count: int
-) -> Callable[[Caller], Sample]:
+Forward = Callable[[Caller, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def _train(forward: Forward, count: int) -> Callable[[Caller], Sample]:
     """A forward pass over workers, and its backward; also the time of the backward alone."""
 
-    def step(caller: Caller, x: torch.Tensor) -> float:
+    x, y = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
+
+    def step(caller: Caller) -> float:
         with caller.autograd.context() as number:
-            loss = forward(caller, x).sum()
+            loss = forward(caller, x, y).sum()
             begin = time.perf_counter()
             caller.autograd.backward(number, [loss])
             return time.perf_counter() - begin
 
     def run(caller: Caller) -> Sample:
-        x = torch.ones(3, 3, requires_grad=True)
-        _each(lambda: step(caller, x), 10)
+        _each(lambda: step(caller), 10)
         alone: list[float] = []
-        times = _each(lambda: alone.append(step(caller, x)), count)
+        times = _each(lambda: alone.append(step(caller)), count)
         return {**_summary(times), "alone": median(alone)}
 
     return run
@@ -131,12 +133,12 @@ def _backward(caller: Caller) -> Sample:
     return {"median": _train(_add, 200)(caller)["alone"]}
 
 
-def _add(caller: Caller, x: torch.Tensor) -> torch.Tensor:
-    result: torch.Tensor = caller.sync(functions.add, (x, x))
+def _add(caller: Caller, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = caller.sync(functions.add, (x, y))
     return result
 
 
-def _hops(caller: Caller, x: torch.Tensor) -> torch.Tensor:
+def _hops(caller: Caller, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = caller.sync(functions.hop, (4, 1, x))
     return result
 

@@ -1,0 +1,106 @@
+"""Runs what other workers ask for, with torch's manners: its errors, and what it prints."""
+
+from __future__ import annotations
+
+import copy
+import sys
+import traceback
+from typing import Any
+
+import torch
+
+from ...api import current_worker
+from ...rpc.functions import is_async_execution
+from ...rpc.runner import Runner
+from ...wire.functions import resolve
+from ...wire.messages import Call
+from .. import state
+from . import profiling
+from .references import RRef
+from .scripts import builtin_name, is_scripted, original
+from .workers import known
+
+_START = 60.0  # seconds for `init_rpc` to come to its end here, when others are ahead
+
+
+class TorchRunner(Runner):
+    """Runs calls on this worker."""
+
+    _is_ready = False
+
+    def run(self, call: Call) -> Any:
+        if not self._is_ready:
+            self._is_ready = state.started.wait(_START)
+        function = call.function
+        if isinstance(function, str):
+            try:
+                function = resolve(function)
+            except LookupError as error:
+                raise RuntimeError(
+                    f"{error}. Default RPC pickler does not serialize function code. "
+                    "Ensure that UDFs are defined on both caller and callee modules."
+                ) from error
+        return self.run_function(function, call)
+
+    def run_function(self, function: Any, call: Call) -> Any:
+        try:
+            with profiling.for_this_process():
+                value = super().run_function(_prepared(function, call.args), call)
+            if isinstance(value, torch.Future):
+                raise RuntimeError("Can not pickle torch.futures.Future")
+        except Exception as error:
+            _tell(error)
+            _check_copy(error)
+            if isinstance(error, torch.jit.Error):  # which cannot be sent
+                raise RuntimeError(str(error)) from error
+            if type(error) is TypeError and builtin_name(function):
+                raise RuntimeError(
+                    "Overloaded torch operator invoked from Python failed to match any "
+                    f"schema: {error}"
+                ) from error
+            raise
+        return value
+
+
+class _Asynchronous:
+    """A function that has to return a future."""
+
+    _wrapped_async_rpc_function = True
+
+    def __init__(self, function: Any) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        value = self._function(*args, **kwargs)
+        if not isinstance(value, torch.Future):
+            raise RuntimeError(
+                "Functions decorated with @rpc.async_function must return a "
+                f"torch.futures.Future object, but got {type(value)}"
+            )
+        return value
+
+
+def _prepared(function: Any, args: tuple[Any, ...]) -> Any:
+    if is_async_execution(function):
+        return _Asynchronous(function)
+    if is_scripted(function) and any(isinstance(arg, RRef) for arg in args):
+        return original(function)  # TorchScript takes no references of ours
+    return function
+
+
+def _check_copy(error: Exception) -> None:
+    """Raises what torch does in place of an error that cannot be made anew for the caller."""
+    try:
+        copy.copy(error)
+    except Exception as why:  # noqa: BLE001 user code
+        raise RuntimeError(
+            f"Failed to create original exception type. Error msg was {why}. Original "
+            f"exception on remote side was {error!r}"
+        ) from error
+
+
+def _tell(error: Exception) -> None:
+    """On standard error, where torch's users look."""
+    who = known(current_worker().info)
+    trace = "".join(traceback.format_exception(error))
+    print(f"On {who}:\n{error!r}\n{trace}", file=sys.stderr)  # noqa: T201

@@ -1,0 +1,49 @@
+"""A user's call: checked, and as a parcel."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+from ..wire.codec import Codec
+from ..wire.frames import Parcel
+from ..wire.functions import describe
+from ..wire.messages import Call
+from . import modes
+from .peers import Peer
+
+
+def prepare(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    kind: type[Call] = Call,
+    ids: tuple[int, ...] = (),
+) -> Call:
+    """A user's call, checked, with this thread's modes.
+
+    Raises:
+        TypeError: naming what cannot be called or passed.
+    """
+    if not callable(func):
+        raise TypeError(f"{func!r} cannot be called: give a function")
+    if args is not None and not isinstance(args, (tuple, list)):
+        raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
+    if kwargs is not None and not isinstance(kwargs, dict):
+        raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
+    return kind(func, tuple(args or ()), dict(kwargs or {}), modes.capture(), ids)
+
+
+def encode(codec: Codec, peer: Peer, call: Call) -> Parcel:
+    """A call as a parcel.
+
+    Raises:
+        TypeError, ValueError: it cannot be sent.
+    """
+    try:
+        return codec.call(call, peer.manner)
+    except (RecursionError, pickle.PicklingError) as error:
+        if "recursion" not in str(error):
+            raise
+        what = describe(call.function)
+        raise TypeError(f"arguments of {what} nest too deep") from error

@@ -1,0 +1,54 @@
+"""A socket that others connect to."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import time
+from collections.abc import Callable
+
+from ..threads import Executor
+from .poller import Poller
+
+log = logging.getLogger("gradwire")
+
+_TRY_AGAIN = 0.1  # seconds after which to accept again, when the system would not
+
+
+class Listener:
+    """A listening socket in the poller's care."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        poller: Poller,
+        executor: Executor,
+        accepted: Callable[[socket.socket], None],
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._poller = poller
+        self._executor = executor
+        self._accepted = accepted
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def ready(self) -> None:
+        try:
+            while True:
+                sock, _ = self._sock.accept()
+                self._accepted(sock)
+        except BlockingIOError:
+            self._watch()
+        except OSError as error:
+            if self.fileno() >= 0:  # not closed: out of descriptors, say
+                log.warning("cannot accept a connection for now: %s", error)
+                self._executor.call_at(time.monotonic() + _TRY_AGAIN, self._watch)
+
+    def close(self) -> None:
+        self._sock.close()
+
+    def _watch(self) -> None:
+        if self.fileno() >= 0:
+            self._poller.watch(self)
