@@ -92,4 +92,4 @@ def test_a_word_that_names_no_task_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         main(["--only", "nonsense"])
-    assert "--only 'nonsense' is part of none of" in capsys.readouterr().err
+    assert "--only nonsense: part of none of" in capsys.readouterr().err
