@@ -14,7 +14,7 @@ def start(main: Callable[[int], None], ranks: int) -> None:
         probe.bind(("127.0.0.1", 0))
         os.environ["MASTER_PORT"] = str(probe.getsockname()[1])
     os.environ["MASTER_ADDR"] = "127.0.0.1"
-    mp.spawn(_seeded, (main,), nprocs=ranks)
+    mp.start_processes(_seeded, (main,), nprocs=ranks, start_method="fork")
 
 
 def _seeded(rank: int, main: Callable[[int], None]) -> None:
