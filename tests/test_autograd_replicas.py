@@ -95,6 +95,35 @@ def test_a_module_called_twice_is_reduced_once() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_a_module_whose_halves_are_reached_by_two_runs_is_reduced_once() -> None:
+    """The reducer runs in the second, and then sets the gradients of both."""
+    whole = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    twin = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).double()
+    twin.load_state_dict(whole.state_dict())
+    x = sample().detach()
+    with autograds(2) as world, world[0].context() as context:
+
+        class Detour(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.halves = whole
+
+            def forward(self, x: Tensor) -> Tensor:
+                (there,) = world.transfer(0, 1, context, [self.halves[0](x)])
+                (back,) = world.transfer(1, 0, context, [there * 2])
+                return self.halves[1](back)
+
+        parallel = DistributedDataParallel(Detour())
+        reduced = counting(parallel)
+        world[0].backward(context, [parallel(x).square().sum()])
+        assert reduced == [0]
+        loss = twin[1](twin[0](x) * 2).square().sum()
+        wanted = torch.autograd.grad(loss, list(twin.parameters()))
+        found = world[0].get_gradients(context)
+        close([found[p] for p in whole.parameters()], list(wanted))
+
+
+@pytest.mark.usefixtures("group")
 def test_modules_of_several_workers_in_one_pass() -> None:
     """Their runs wait for each other, so none may keep the other out."""
     modules = [twins() for _ in range(2)]

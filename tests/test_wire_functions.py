@@ -222,3 +222,13 @@ def test_what_main_defines_but_no_longer_names_goes_by_value() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys.modules["__main__"], "of_main", double)
         assert callable(called(call_of(of_main, 1), SAME_MAIN).function)
+
+
+@torch.jit.script
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return x + 1
+
+
+def test_a_scripted_function_goes_by_the_name_it_was_written_under() -> None:
+    assert Names().name_of(scripted, same_main=True) == f"{__name__}:scripted"
+    assert resolve(f"{__name__}:scripted") is scripted

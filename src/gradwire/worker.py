@@ -252,6 +252,14 @@ class Worker:
         """Be told of every worker that leaves or is lost; returns what ends that."""
         return self._agent.gone.subscribe(callback)
 
+    def meet(self, to: int) -> None:
+        """Connect to a worker, however long it takes; if it is lost, calls will tell."""
+        if to != self.id:
+            try:
+                self._agent.request(to, Greeting(), 0).wait()
+            except GradwireError as error:
+                log.debug("meeting worker %d: %s", to, error)
+
     def waiting(self) -> AbstractContextManager[None]:
         """For a thread that waits for something of others: it leaves its place to another."""
         return self._executor.waiting()

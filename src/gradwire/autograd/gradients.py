@@ -53,14 +53,24 @@ def keep(
             hook((), (gradient,))
 
 
+def kept_so_far(context: Context, leaf: Tensor) -> Tensor | None:
+    """A copy of what the context has for a leaf, for the engine to add to."""
+    with context.lock:
+        gradient = context.gradients.get(leaf)
+        return None if gradient is None else gradient.clone()
+
+
 def keep_accumulated(
     context: Context, flags: int, leaf: Tensor, gradient: Tensor
 ) -> None:
-    """Add what the engine accumulated for a leaf, whose hooks it has called."""
+    """Keep what the engine made of what the context had for a leaf; it has called the hooks."""
     gradient = gradient.clone()  # it may be a piece of what others will use again
-    context.add_gradient(leaf, gradient)
+    with context.lock:
+        before = context.gradients.get(leaf)
+        context.gradients[leaf] = gradient
     if flags & ACCUMULATE:
-        _add_to_grad(context, leaf, gradient)
+        more = gradient if before is None else gradient - before
+        _add_to_grad(context, leaf, more)
 
 
 def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:

@@ -1,8 +1,9 @@
 """Parameters that DistributedDataParallel averages over its replicas.
 
 Its reducer hangs on to the AccumulateGrad nodes of its parameters, in C++, and works on `.grad`. So
-where such parameters take part, the engine must really accumulate: `.grad` is emptied for the time
-of the run, what is in it then goes to the context, and what was there is put back.
+where such parameters take part, the engine must really accumulate: for the time of the run, `.grad`
+is what the context has, and goes back to it; then what was there is put back. A reducer waits for
+all parameters of its module, which several runs of a pass may reach, and then sets all of them.
 
 There is no list of such modules, and none is made unless there is a process group. When there is
 one, they are looked for among all objects, once; later ones are seen when they are made.
@@ -23,6 +24,7 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+Known = Callable[[Tensor], "Tensor | None"]
 Keep = Callable[[Tensor, Tensor], None]
 
 _lock = threading.Lock()
@@ -73,9 +75,9 @@ def _gets_part(module: Module, name: str, part: Module) -> None:
 
 @contextmanager
 def accumulating(
-    replicas: Sequence[Replica], nodes: Iterable[Any], keep: Keep
+    replicas: Sequence[Replica], nodes: Iterable[Any], known: Known, keep: Keep
 ) -> Iterator[None]:
-    """Have `.grad` of all leaves for oneself; `keep` gets what was accumulated for each."""
+    """Have what is `known` in `.grad` of all leaves; `keep` gets what has become of it."""
     own = [p for replica in replicas for p in replica.parameters.values()]
     leaves = {id(leaf): leaf for leaf in [*(n.variable for n in nodes), *own]}.values()
     with ExitStack() as locks:
@@ -83,7 +85,7 @@ def accumulating(
             locks.enter_context(replica.lock)
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
-            leaf.grad = None
+            leaf.grad = known(leaf)
         found: list[Tensor | None] = []
         try:
             yield

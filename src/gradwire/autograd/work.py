@@ -15,7 +15,7 @@ from torch import Tensor
 from . import anomaly, engine, hooks
 from .contexts import Context
 from .engine import Job, Start
-from .gradients import keep, keep_accumulated
+from .gradients import keep, keep_accumulated, kept_so_far
 from .graph import Segment, cut
 from .messages import ANOMALY, QUIET
 from .nodes import Crossing, Gradients, Run
@@ -98,8 +98,9 @@ class Work:
         replicas = () if self._flags & QUIET else replicated(segment.leaves)
         if replicas:
             job = Job(roots, segment, (), self._flags, None)
+            known = partial(kept_so_far, self._context)
             kept = partial(keep_accumulated, self._context, self._flags)
-            with accumulating(replicas, segment.leaves, kept):
+            with accumulating(replicas, segment.leaves, known, kept):
                 engine.accumulate(job, run)
             return ()
         job = Job(roots, segment, start.wanted, self._flags, given)

@@ -156,6 +156,10 @@ class Estate:
                 for number, owned in values
             ]
 
+    def lent(self) -> list[dict[str, Any]]:
+        """The values that others hold."""
+        return [value for value in self.info() if value["forks"]]
+
     def _get(self, number: int) -> OwnedValue | None:
         return (
             self._kept.get(number)

@@ -75,6 +75,7 @@ class References:
         self._timeout = timeout
         self._kind = kind
         self._leaked: dict[Holding, str] = {}  # what is held when all is quiet
+        self.lent: list[dict[str, Any]] = []  # and what others hold then
         agent.handle(CREATE, Create, self._create, in_haste=False, in_context=True)
         agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
         agent.handle(INVOKE, Invoke, self._invoked, in_context=True)
@@ -351,7 +352,8 @@ class References:
                 time.sleep(0.005)  # a receiver will tell us, or can be asked again
 
     def _note_leaks(self) -> None:
-        """Remember what is held now; owners that have left already do not make it less."""
+        """Remember what is held now; those who have left already do not make it less."""
+        self.lent = self.estate.lent()
         gone = [h for h in self._leaked if self._agent.members.get(h.owner) is None]
         left = {holding: self._leaked[holding] for holding in gone}
         self._leaked = left | self.custody.holdings()

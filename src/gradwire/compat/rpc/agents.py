@@ -113,6 +113,7 @@ class TensorPipeAgent(RpcAgent):
                 f"name:{me.name},rank:{me.id} could not find destination {kind} {to}: "
                 f"{error}"
             ) from error
+        self.worker.meet(info.id)  # before a call's time begins to count
         if self.is_static_group:
             self._infos[to] = info
         return info
@@ -197,7 +198,7 @@ class TensorPipeAgent(RpcAgent):
 
     def rref_info(self) -> dict[str, str]:
         references = self.worker.references
-        owned = [v for v in references.estate.info() if v["forks"]]
+        owned = references.estate.lent()
         pending = references.unconfirmed
         info = {
             "num_owner_rrefs": len(owned),
@@ -219,7 +220,8 @@ class TensorPipeAgent(RpcAgent):
 
     def check_leaks(self, ignore: bool) -> None:
         """Raises a RuntimeError if others still hold values of this worker."""
-        owned = [v for v in self.worker.references.estate.info() if v["forks"]]
+        references = self.worker.references
+        owned = references.lent or references.estate.lent()
         if owned and not ignore:
             named = ", ".join(
                 f"RRef {value['value']} ({value['state']}, held by {value['forks']})"
