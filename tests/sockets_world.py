@@ -202,3 +202,14 @@ class Proxy:
             for one in (source, target):
                 self._selector.unregister(one)
                 one.close()
+
+
+@contextmanager
+def sockets_as_first(size: int) -> Iterator[None]:
+    """A world over sockets, whose first worker is the current one here."""
+    with socket_world(size) as workers:
+        before = enter(workers[0])
+        try:
+            yield
+        finally:
+            enter(before)

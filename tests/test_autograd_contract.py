@@ -23,7 +23,7 @@ from gradwire.autograd.passes import Words
 from gradwire.errors import GradwireError, WorkerLostError
 from gradwire.testing import World
 from processes import Process, Processes
-from sockets_world import close_world, open_world, together, wait_until
+from sockets_world import sockets_as_first, together, wait_until
 
 close = torch.testing.assert_close
 
@@ -169,15 +169,7 @@ def loopback() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def sockets() -> Iterator[None]:
-    workers = open_world(2)
-    before = enter(workers[0])
-    try:
-        yield
-    finally:
-        enter(before)
-        close_world(workers)
+sockets = partial(sockets_as_first, 2)
 
 
 def one_round(x: Tensor) -> None:

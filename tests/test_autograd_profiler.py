@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,8 @@ from torch import Tensor
 
 import gradwire as gw
 from autograd_world import Raises, doubles
-from gradwire.api import enter
 from gradwire.testing import World
-from sockets_world import close_world, open_world
+from sockets_world import sockets_as_first
 
 PREFIX = "torch::distributed::autograd::"
 
@@ -44,15 +44,7 @@ def loopback(seed: int | None) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def sockets() -> Iterator[None]:
-    workers = open_world(3)
-    before = enter(workers[0])
-    try:
-        yield
-    finally:
-        enter(before)
-        close_world(workers)
+sockets = partial(sockets_as_first, 3)
 
 
 WORLDS: dict[str, Callable[[], Any]] = {
