@@ -16,6 +16,12 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(autouse=True, scope="module")
+def awake() -> None:
+    """The GPU is opened before what is left behind is looked for."""
+    torch.ones(1, device="cuda", requires_grad=True).sum().backward()
+
+
 def cuda(*shape: int) -> Tensor:
     return torch.rand(*shape, dtype=torch.float64, device="cuda", requires_grad=True)
 

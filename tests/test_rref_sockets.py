@@ -172,6 +172,27 @@ def test_many_threads_make_pass_and_drop(workers: Workers) -> None:
     see_end(*names)
 
 
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_the_caller_may_work_meanwhile(workers: Workers, to: str) -> None:
+    rref = gw.remote(to, same, (held,))  # first by the channel, then by a lane
+    for number in range(2):
+        with holding() as hold:
+
+            def release(hold: Any = hold) -> None:
+                assert hold.entered.wait(ENOUGH), "it is not on its way"
+                hold.release.set()
+
+            assert rref.rpc_meanwhile(release)(number) == number
+
+
+def test_what_goes_wrong_meanwhile_leaves_the_lane_usable(workers: Workers) -> None:
+    rref = gw.remote("worker1", Value, ("used",))
+    assert rref.to_here() == "used"
+    with pytest.raises(Boom):
+        rref.rpc_meanwhile(boom)("a")
+    assert rref.rpc_sync()("b") == "used b"
+
+
 def test_a_call_by_a_lane_that_times_out_gives_its_references_back(
     workers: Workers,
 ) -> None:

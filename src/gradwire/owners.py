@@ -6,11 +6,10 @@ and all that went wrong reported together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from .errors import OwnersError
-from .rpc.futures import CallFuture
 from .rref.reference import RRef
 
 Calls = Mapping[str, "tuple[RRef[Any], str, tuple[Any, ...]]"]
@@ -20,29 +19,40 @@ Calls = Mapping[str, "tuple[RRef[Any], str, tuple[Any, ...]]"]
 def call_all(calls: Calls) -> dict[str, Any]:
     """What the methods return, by name of the owner. Waits for all of them, whatever happens.
 
-    Those elsewhere are started first; what is on this worker runs meanwhile, in this thread.
+    Those elsewhere are started first; what is on this worker runs meanwhile, in this thread. The
+    last of the others is called synchronously, which is quicker than to have all as futures.
 
     Raises:
         Exception: what went wrong on the one owner where something did.
         OwnersError: the same, where it was several.
     """
-    futures: dict[str, CallFuture] = {}
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
-    for name, (target, method, args) in calls.items():
-        try:
-            if not target.is_owner():
-                futures[name] = getattr(target.rpc_async(), method)(*args)
-        except Exception as error:  # noqa: BLE001 the others go on
-            errors[name] = error
-    for name in sorted(calls.keys() - errors.keys(), key=futures.__contains__):
+    here = [name for name, (target, _, _) in calls.items() if target.is_owner()]
+    others = [name for name in calls if name not in here]
+    last = others.pop() if others else None
+
+    def attempt(name: str, way: Callable[[RRef[Any]], Any]) -> None:
         target, method, args = calls[name]
         try:
-            if name in futures:
-                results[name] = futures[name].wait()
-            else:
-                results[name] = getattr(target.local_value(), method)(*args)
-        except Exception as error:  # noqa: BLE001 user code
+            results[name] = getattr(way(target), method)(*args)
+        except Exception as error:  # noqa: BLE001 user code, and the others go on
+            errors[name] = error
+
+    def run_here() -> None:
+        while here:
+            attempt(here.pop(0), RRef.local_value)
+
+    for name in others:
+        attempt(name, RRef.rpc_async)
+    futures = dict(results)
+    if last is not None:
+        attempt(last, lambda target: target.rpc_meanwhile(run_here))
+    run_here()  # if the last could not be called, or there is none
+    for name, future in futures.items():
+        try:
+            results[name] = future.wait()
+        except Exception as error:  # noqa: BLE001 as above
             errors[name] = error
     if len(errors) > 1:
         raise OwnersError({name: errors[name] for name in calls if name in errors})

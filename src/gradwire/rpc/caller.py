@@ -29,7 +29,7 @@ from ..wire.messages import RESULT, Call, Failure
 from .calls import CallsInFlight, Pending
 from .encoding import encode
 from .ends import account, after, fail, too_late
-from .futures import CallFuture, Fate, fresh_copy, settle
+from .futures import CallFuture, Fate, fresh_copy, settle, wait_after
 from .held import Held, HeldBack
 from .peers import Peer
 
@@ -89,19 +89,20 @@ class Caller:
             lanes = {~number for number, at in self._exchanging.items() if at == to}
             return posted | lanes | self._opening
 
-    def call_sync(self, peer: Peer, call: Call, timeout: float | None) -> Any:
-        """Call and wait."""
+    def call_sync(
+        self, peer: Peer, call: Call, timeout: float | None, meanwhile: Any = None
+    ) -> Any:
+        """Call and wait; `meanwhile` is called when the request is on its way."""
         if not self._has_lane(peer):
-            return self.call_async(peer, call, timeout).wait()
-        return self._exchange(
-            peer, encode(self._codec, peer, call), call.function, timeout
-        )
+            return wait_after(meanwhile, self.call_async(peer, call, timeout))
+        parcel = encode(self._codec, peer, call)
+        parcel.meanwhile = meanwhile
+        return self._exchange(peer, parcel, call.function, timeout)
 
     def call_async(self, peer: Peer, call: Call, timeout: float | None) -> CallFuture:
         """Call; the future of the result."""
-        return self.post(
-            peer, encode(self._codec, peer, call), call.function, timeout, calls=1
-        )
+        parcel = encode(self._codec, peer, call)
+        return self.post(peer, parcel, call.function, timeout, calls=1)
 
     def call_soon(
         self,

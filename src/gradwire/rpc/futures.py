@@ -190,6 +190,13 @@ def _without_frames(error: E) -> E:
     return error
 
 
+def wait_after(meanwhile: Callable[[], object] | None, future: CallFuture) -> Any:
+    """The result of a future; before that, do what there is to do."""
+    if meanwhile is not None:
+        meanwhile()
+    return future.wait()
+
+
 def fresh_copy(error: E) -> E:
     """Another exception just like it, to be raised: the first keeps no frames that way."""
     try:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Generator
+from functools import partial
 from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from ..errors import ClosedError, GradwireError
@@ -39,7 +40,7 @@ class Service(Protocol):
     def creation(self, core: Core) -> CallFuture: ...
 
     @property
-    def invoke(self) -> Invoke: ...
+    def invoke(self) -> Callable[..., Any]: ...
 
     @property
     def invoke_async(self) -> Invoke: ...
@@ -148,6 +149,13 @@ class RRef(Generic[T]):
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """The value, to call methods of: `rref.rpc_sync().forward(x)` waits for the result."""
         return Proxy(self._service.invoke, self._core, timeout)
+
+    def rpc_meanwhile(
+        self, func: Callable[[], object], timeout: float | None = None
+    ) -> Any:
+        """As `rpc_sync`; calls `func()`, in this thread, when the call is on its way."""
+        invoke = partial(self._service.invoke, meanwhile=func)
+        return Proxy(invoke, self._core, timeout)
 
     def rpc_async(self, timeout: float | None = None) -> Any:
         """The value, to call methods of: `rref.rpc_async().forward(x)` gives a future."""

@@ -20,7 +20,7 @@ from ..ids import WorkerInfo
 from ..rpc import modes
 from ..rpc.agent import Agent
 from ..rpc.encoding import prepare
-from ..rpc.futures import CallFuture, settle
+from ..rpc.futures import CallFuture, settle, wait_after
 from ..rpc.peers import Peer
 from ..rpc.runner import Later, Runner
 from ..threads import Executor
@@ -177,14 +177,17 @@ class References:
         return future
 
     def invoke(
-        self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
+        self, core: Core, method: str, args: Any, kwargs: Any, timeout: Any, **more: Any
     ) -> Any:
-        """Call a method of the value; its result."""
+        """Call a method of the value; its result. `more` is what to do meanwhile."""
         call, peer = _invocation(core, method, args, kwargs), core.owner.id
+        caller, to = self._agent.caller, self._agent.peer(peer)
         if isinstance(core, Fork) and core.is_confirmed:
-            return self._agent.caller.call_sync(self._agent.peer(peer), call, timeout)
-        caller = self._agent.caller
-        return caller.call_async(self._agent.peer(peer), call, timeout).wait()
+            return caller.call_sync(to, call, timeout, **more)
+        future = caller.call_async(
+            to, call, timeout
+        )  # a lane would overtake its making
+        return wait_after(more.get("meanwhile"), future)
 
     def invoke_async(
         self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None

@@ -53,6 +53,8 @@ class CallerLane:
         station, stream = self._station, self.stream
         stream.writer.write(0, parcel, deadline)
         self.is_owed = True
+        if parcel.meanwhile is not None:
+            parcel.meanwhile()
         with station.executor.waiting():
             permission = station.spin if spin else None
             frame = stream.next_frame(deadline, permission, is_over)

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -71,6 +71,8 @@ class Parcel:
     freight: Sequence[Freight] = ()
     can_wait: bool = False
     """An answer that may be held back for a moment, to travel with others."""
+    meanwhile: Callable[[], object] | None = None
+    """What the sender has to do between sending a request by a lane and waiting."""
 
     def header(self, call: int, segment: int = 0) -> bytes:
         return HEADER.pack(
