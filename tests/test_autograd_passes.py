@@ -33,6 +33,18 @@ def words(
     return Words(tuple(voids), listed, awaiting)
 
 
+def asking() -> Progress:
+    """A pass whose roots have run, and that waits for the answer of worker 1."""
+    pieces = [Piece(recvs=(3,), has_roots=True), Piece(sends=(1,)), Piece(sends=(2,))]
+    progress = Progress(0, Plan(pieces, {1: 1, 2: 1}, {3: 1}))
+    (run,) = progress.begun()
+    assert isinstance(run, Run)
+    progress.left(3)
+    progress.speak(1)
+    assert progress.ran(run) == []
+    return progress
+
+
 # By hand
 
 
@@ -99,13 +111,7 @@ def test_it_is_told_at_once_where_a_run_may_wait_for_it() -> None:
 
 
 def test_gradients_and_voids_may_come_with_an_answer() -> None:
-    pieces = [Piece(recvs=(3,), has_roots=True), Piece(sends=(1,)), Piece(sends=(2,))]
-    progress = Progress(0, Plan(pieces, {1: 1, 2: 1}, {3: 1}))
-    (run,) = progress.begun()
-    assert isinstance(run, Run)
-    progress.left(3)
-    progress.speak(1)
-    assert progress.ran(run) == []
+    progress = asking()
     answer = Answer((1,), words(voids=[2]), is_engaged=True)
     (run,) = progress.answered(1, answer)
     assert run == Run(1, (1,), may_wait=False)
@@ -125,13 +131,7 @@ def test_the_answer_says_what_there_is_to_tell() -> None:
 
 
 def test_what_comes_late_from_one_who_has_ended_still_counts() -> None:
-    pieces = [Piece(recvs=(3,), has_roots=True), Piece(sends=(1,)), Piece(sends=(2,))]
-    progress = Progress(0, Plan(pieces, {1: 1, 2: 1}, {3: 1}))
-    (run,) = progress.begun()
-    assert isinstance(run, Run)
-    progress.left(3)
-    progress.speak(1)
-    assert progress.ran(run) == []
+    progress = asking()
     assert progress.ended(1, ()) == []  # overtook the answer with the gradients
     assert progress.fate(1) is None
     (run,) = progress.answered(1, Answer((1,), is_engaged=True))

@@ -338,7 +338,6 @@ def open_worker(
         ValueError: the name or rank is taken or makes no sense.
         GradwireError: the others did not come in time.
     """
-
     check_name(name)
     meeting = Meeting(place, options)
 

@@ -61,9 +61,8 @@ class Walk:
 
 def enter_late(send: Send, number: int) -> None:
     """Have the engine enter a send after all else that is ready, later ones first."""
-    send.node._set_sequence_nr(
-        number + 1
-    )  # 0 is for what comes later still: `gates.py`
+    # 0 is for what comes later still: `gates.py`.
+    send.node._set_sequence_nr(number + 1)
 
 
 def cut(

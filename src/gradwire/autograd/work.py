@@ -57,8 +57,7 @@ class Work:
         """Leave out the other sends of a piece; the recvs that are still reached."""
         whole = self._segments[piece]
         kept = [send for send in whole.sends if send.crossing.id in sends]
-        roots = [self._start.roots[index].grad_fn for index in whole.roots]
-        parts = cut(roots, kept, self._context.id, _is_joint)
+        parts = cut(self._roots(whole), kept, self._context.id, _is_joint)
         recvs = [recv for part in parts for recv in part.recvs]
         leaves = {leaf for part in parts for leaf in part.leaves}
         ids = [recv.crossing.id for recv in recvs]
@@ -83,8 +82,11 @@ class Work:
 
     def _sources(self, piece: int) -> list[Any]:
         segment = self._segments[piece]
-        roots = [self._start.roots[index].grad_fn for index in segment.roots]
-        return [*roots, *(send.node for send in segment.sends)]
+        return [*self._roots(segment), *(send.node for send in segment.sends)]
+
+    def _roots(self, segment: Segment) -> list[Any]:
+        """The nodes of a segment's roots."""
+        return [self._start.roots[index].grad_fn for index in segment.roots]
 
     def _execute(
         self, piece: int, run: Run, given: dict[int, Gradients] | None

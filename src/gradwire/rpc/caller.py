@@ -140,7 +140,8 @@ class Caller:
         while is_over is not None and not future.done():
             self._wait_for(future, time.monotonic() + NAP)
             if is_over() and not future.done():
-                raise CallTimeout(describe(what), peer.name, self._seconds(timeout))
+                seconds = self._seconds(timeout)
+                raise self.timeout_error(describe(what), peer.name, seconds)
         return future.wait()
 
     def post(
