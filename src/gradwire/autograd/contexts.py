@@ -97,6 +97,10 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
         self.parts: dict[int, Part] = {}
         """The passes under way here, by number."""
+        self.records: dict[int, Any] = {}
+        """What direct passes have done here, by number (`direct.py`)."""
+        self.strands: Any = None
+        """The graph as direct passes see it, when last looked at."""
         self.ended = Memory()
         """The passes that are not, any more, and who engaged us in them."""
         self.is_released = False
@@ -132,7 +136,20 @@ class Context:
             self.is_released = True
             parts = list(self.parts.values())
             self.sends, self.recvs, self.gradients = {}, {}, {}
+            self.records, self.strands = {}, None
         return parts
+
+    def passes(self) -> int:
+        """How many are under way here."""
+        with self.lock:
+            direct = [record for record in self.records.values() if record.running]
+            return len(self.parts) + len(direct)
+
+    def forget_records(self, number: int, since: int) -> None:
+        """Whoever leads this pass has ended those before `since`."""
+        old = [n for n in self.records if n < since and owner(n) == owner(number)]
+        for each in old:
+            del self.records[each]
 
 
 def add(before: Tensor | None, more: Tensor) -> Tensor:

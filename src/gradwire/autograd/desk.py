@@ -21,5 +21,8 @@ class Desk(Protocol):
     def request(self, to: int, message: Any) -> CallFuture:
         """Send a message, with no limit to how long its answer may take."""
 
+    def tell(self, to: int, message: Any) -> None:
+        """Send a message whose answer nobody needs."""
+
     def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
         """Send a message and wait for its answer, or until it is not wanted any more."""

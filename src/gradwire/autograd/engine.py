@@ -14,7 +14,7 @@ place. So with `_profiler_enabled`: without it, every pass would pay for being r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -38,6 +38,8 @@ class Start(NamedTuple):
     gradients: Sequence[Tensor | None] = ()
     wanted: Sequence[GradientEdge] = ()
     """What else to get the gradients of."""
+    parked: Collection[int] = ()
+    """Workers that have something to go on with, because the pass was begun before."""
 
 
 class Job(NamedTuple):
@@ -59,7 +61,7 @@ class Found(NamedTuple):
     recvs: Sequence[tuple[Crossing, Gradients]] = ()
 
 
-def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
+def ones(root: Tensor, gradient: Tensor | None = None) -> Tensor:
     return torch.ones_like(root) if gradient is None else gradient
 
 
@@ -127,27 +129,46 @@ def _call(
     outputs, gradients = _sources(job)
     for crossing in nodes:
         crossing.runs.append(run)
+    try:
+        return call(outputs, gradients, inputs, job.flags, run)
+    finally:
+        for crossing in nodes:
+            crossing.runs.remove(run)
+
+
+def call(
+    outputs: Sequence[Tensor | GradientEdge],
+    gradients: list[Tensor],
+    inputs: Sequence[GradientEdge],
+    flags: int,
+    run: Run | None = None,
+) -> Gradients:
+    """What the engine finds for the inputs. Empties the list, so that it may keep what is in it.
+
+    Raises:
+        Exception: whatever a node's backward raises.
+    """
+    given = tuple(gradients)
+    gradients.clear()
     here.runs.append(run)
     try:
         captured: Gradients = torch.autograd.Variable._execution_engine.run_backward(
             tuple(outputs),
-            tuple(gradients),
-            bool(job.flags & (RETAIN | CREATE)),
-            bool(job.flags & CREATE),
+            given,
+            bool(flags & (RETAIN | CREATE)),
+            bool(flags & CREATE),
             tuple(inputs),
             allow_unreachable=True,
             accumulate_grad=not inputs,
         )
     finally:
         here.runs.pop()
-        for crossing in nodes:
-            crossing.runs.remove(run)
     return captured
 
 
 def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
     outputs: list[Tensor | GradientEdge] = [root for root, _ in job.roots]
-    gradients = [_ones(*root) for root in job.roots]
+    gradients = [ones(*root) for root in job.roots]
     if job.given is None:
         sends = job.segment.sends
         starts = [send.output for send in sends]

@@ -23,8 +23,9 @@ from typing import Any
 from ..errors import GradwireError
 from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Send
 
+SMALL = 200
+"""Nodes of a graph that takes no time to run."""
 _LIFT = 1 << 40
-_SMALL = 200  # nodes
 
 
 @dataclass(slots=True)
@@ -82,34 +83,44 @@ def cut(
     Raises:
         GradwireError: it has tensors in it that arrived in another context.
     """
-    walk = _walk([*roots, *[send.node for send in sends]])
-    for recvs in walk.recvs:
+    found = Walk()
+    walk([*roots, *[send.node for send in sends]], found)
+    check_context(found, context)
+    count = len(roots)
+    if count + len(sends) > 1:
+        found.links += _links(found.leaves, joins)
+    if found.links or count > 1:
+        return _joined(roots, sends, found)
+    segments = []
+    if count:
+        segments.append(Segment([0], [], found.leaves[0], found.recvs[0]))
+    for i, send in enumerate(sends, count):
+        is_bare = found.sizes[i] == 1
+        leaves, recvs = found.leaves[i], found.recvs[i]
+        segments.append(Segment([], [send], leaves, recvs, is_bare=is_bare))
+    _note_last(segments, range(len(segments)), found.owner)
+    return segments
+
+
+def check_context(found: Walk, context: int) -> None:
+    """Refuse a graph that has tensors in it that arrived in another context.
+
+    Raises:
+        GradwireError: it has.
+    """
+    for recvs in found.recvs:
         for recv in recvs:
             if recv.crossing.context != context:
                 raise GradwireError(
                     f"a tensor that arrived in context {recv.crossing.context} is part "
                     f"of a backward pass in context {context}"
                 )
-    count = len(roots)
-    if count + len(sends) > 1:
-        walk.links += _links(walk.leaves, joins)
-    if walk.links or count > 1:
-        return _joined(roots, sends, walk)
-    segments = []
-    if count:
-        segments.append(Segment([0], [], walk.leaves[0], walk.recvs[0]))
-    for i, send in enumerate(sends, count):
-        is_bare = walk.sizes[i] == 1
-        leaves, recvs = walk.leaves[i], walk.recvs[i]
-        segments.append(Segment([], [send], leaves, recvs, is_bare=is_bare))
-    _note_last(segments, range(len(segments)), walk.owner)
-    return segments
 
 
-def _joined(roots: Sequence[Any], sends: Sequence[Send], walk: Walk) -> list[Segment]:
+def _joined(roots: Sequence[Any], sends: Sequence[Send], found: Walk) -> list[Segment]:
     """The segments where several sources may belong to one."""
     count = len(roots)
-    groups = _groups(count + len(sends), walk.links)
+    groups = _groups(count + len(sends), found.links)
     segments: dict[int, Segment] = {}
     for number, group in enumerate(groups):
         segment = segments.setdefault(group, Segment([], []))
@@ -118,9 +129,9 @@ def _joined(roots: Sequence[Any], sends: Sequence[Send], walk: Walk) -> list[Seg
         else:
             segment.sends.append(sends[number - count])
     if sends:
-        _lift(walk.owner, groups, {g for g, s in segments.items() if _waits(s)}, sends)
-    _reach(segments, groups, walk)
-    _note_last(segments, groups, walk.owner)
+        _lift(found.owner, groups, {g for g, s in segments.items() if _waits(s)}, sends)
+    _reach(segments, groups, found)
+    _note_last(segments, groups, found.owner)
     return _merged(list(segments.values()))
 
 
@@ -128,10 +139,12 @@ def _waits(segment: Segment) -> bool:
     return len(segment.sends) + bool(segment.roots) > 1
 
 
-def _walk(sources: Iterable[Any]) -> Walk:
-    """Visit every node once. Costs a fifth of a microsecond for each, so it is one function."""
-    walk = Walk()
-    owner, links = walk.owner, walk.links
+def walk(sources: Iterable[Any], into: Walk, most: float = float("inf")) -> bool:
+    """Visit every node once; False: there are too many.
+
+    Costs a fifth of a microsecond for each, so it is one function.
+    """
+    owner, links = into.owner, into.links
     find = owner.get
     recv_node: Any = RECV_NODE  # so that mypy does not take its members for known
     for number, source in enumerate(sources):
@@ -158,11 +171,13 @@ def _walk(sources: Iterable[Any]) -> Walk:
                     links.append((was, number))
             if not stack:
                 break
+            if len(owner) > most:
+                return False
             edges = stack.pop().next_functions
-        walk.leaves.append(leaves)
-        walk.recvs.append(recvs)
-        walk.sizes.append(len(owner) - before)
-    return walk
+        into.leaves.append(leaves)
+        into.recvs.append(recvs)
+        into.sizes.append(len(owner) - before)
+    return True
 
 
 def _links(
@@ -208,16 +223,16 @@ def _lift(
                 node._set_sequence_nr(number + _LIFT)
 
 
-def _reach(segments: dict[int, Segment], groups: list[int], walk: Walk) -> None:
+def _reach(segments: dict[int, Segment], groups: list[int], found: Walk) -> None:
     leaves: dict[int, set[Any]] = {}
     for number, group in enumerate(groups):
-        segments[group].recvs += walk.recvs[number]
+        segments[group].recvs += found.recvs[number]
         if group in leaves:
-            leaves[group] |= walk.leaves[number]
+            leaves[group] |= found.leaves[number]
         else:
-            leaves[group] = walk.leaves[number]
-    for group, found in leaves.items():
-        segments[group].leaves = found
+            leaves[group] = found.leaves[number]
+    for group, reached in leaves.items():
+        segments[group].leaves = reached
 
 
 def _note_last(
@@ -229,7 +244,7 @@ def _note_last(
 
     In a small graph nothing takes long, so everything counts as last.
     """
-    if len(owner) <= _SMALL:
+    if len(owner) <= SMALL:
         for group in groups:
             segment = segments[group]
             if segment.recvs:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..errors import ProtocolError
 from .passes import Words
 
-STEP, ABORT, RELEASE, OVER = 48, 49, 50, 51
+STEP, ABORT, RELEASE, OVER, DIRECT = 48, 49, 50, 51, 52
 
 RETAIN, CREATE, ACCUMULATE, QUIET, ANOMALY, CHECK_NAN = 1, 2, 4, 8, 16, 32
 """How a pass is run: keep the graph; make the gradients differentiable; fill `.grad` too; keep no
@@ -33,6 +33,14 @@ class Step:
 
     `facts`: the pass, what is said (`Words`), and what the gradients are for.
     """
+
+    facts: bytes
+    gradients: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """A worker → another, in a direct pass: here are gradients for your sends."""
 
     facts: bytes
     gradients: tuple[Any, ...]
@@ -73,6 +81,23 @@ class About(NamedTuple):
     flags: int
 
 
+class Trip(NamedTuple):
+    """A message of a direct pass, without the gradients."""
+
+    about: About
+    since: int
+    """Whoever leads has ended all its passes of this context before this one."""
+    depth: int = 0
+    """How many workers wait for what follows."""
+
+
+class Followed(NamedTuple):
+    """The answer to one: all is done; gradients for the asker; who has parked some."""
+
+    deliveries: Sequence[Delivery] = ()
+    parked: Sequence[int] = ()
+
+
 class Failed(NamedTuple):
     """What went wrong in a pass, and on which worker: as text, and pickled where possible."""
 
@@ -101,6 +126,7 @@ class Noted(NamedTuple):
 Outcome = Done | Failed
 
 _DONE = Done()
+_NOTHING = Followed()
 _NOTED, _ENGAGED = Noted(), Noted(is_engaged=True)
 _SHORT = {0: _NOTED, 1: _ENGAGED}
 
@@ -122,6 +148,50 @@ def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
         about = About(next(facts), next(facts), next(facts))
         words = _take_words(facts)
         return about, words, _take_deliveries(facts, step.gradients)
+
+
+def direct(trip: Trip, deliveries: Sequence[Delivery]) -> Direct:
+    """What goes on from whoever got, or made, this trip."""
+    about, since, depth = trip
+    facts = [*about, since, depth + 1]
+    gradients = _put_deliveries(facts, deliveries)
+    return Direct(array("q", facts).tobytes(), gradients)
+
+
+def read_direct(direct: Direct) -> tuple[Trip, list[Delivery]]:
+    """What a direct message says.
+
+    Raises:
+        ProtocolError: it makes no sense, or a gradient is missing.
+    """
+    with _Reading(direct.facts) as facts:
+        about = About(next(facts), next(facts), next(facts))
+        trip = Trip(about, next(facts), next(facts))
+        return trip, _take_deliveries(facts, direct.gradients)
+
+
+def pack_followed(deliveries: Sequence[Delivery], parked: Iterable[int]) -> Any:
+    """An answer to a direct message, as it is sent."""
+    if not deliveries and not parked:
+        return None
+    workers = sorted(parked)
+    return _packed([len(workers), *workers], deliveries)
+
+
+def unpack_followed(answer: Any) -> Followed | Failed:
+    """What such an answer says.
+
+    Raises:
+        ProtocolError: nothing that makes sense.
+    """
+    if answer is None:
+        return _NOTHING
+    _check_packed(answer)
+    if type(answer[0]) is int:
+        return Failed(*answer[1:])
+    with _Reading(answer[0]) as facts:
+        parked = tuple(islice(facts, next(facts)))
+        return Followed(_take_deliveries(facts, answer[1:]), parked)
 
 
 def pack(answer: Outcome | Noted) -> Any:
@@ -152,8 +222,7 @@ def unpack(answer: Any) -> Outcome | Noted:
         return _DONE
     if type(answer) is int and answer in _SHORT:
         return _SHORT[answer]
-    if type(answer) is not tuple or not answer:
-        raise ProtocolError("an answer of a backward pass makes no sense")
+    _check_packed(answer)
     if type(answer[0]) is int:
         return Failed(*answer[1:])
     with _Reading(answer[0]) as facts:
@@ -162,6 +231,11 @@ def unpack(answer: Any) -> Outcome | Noted:
         is_engaged, has_words = bool(next(facts)), next(facts)
         words = _take_words(facts) if has_words else None
         return Noted(is_engaged, words, _take_deliveries(facts, answer[1:]))
+
+
+def _check_packed(answer: Any) -> None:
+    if type(answer) is not tuple or not answer:
+        raise ProtocolError("an answer of a backward pass makes no sense")
 
 
 def _packed(facts: list[int], deliveries: Sequence[Delivery]) -> Any:

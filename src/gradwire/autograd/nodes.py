@@ -51,7 +51,7 @@ class _Here(threading.local):
     """The runs under way in this thread, innermost last."""
 
     def __init__(self) -> None:
-        self.runs: list[Run] = []
+        self.runs: list[Run | None] = []
 
 
 here = _Here()
@@ -83,8 +83,9 @@ class Crossing:
         """
         if len(self.runs) == 1:
             return self.runs[0]
-        if here.runs and here.runs[-1] in self.runs:
-            return here.runs[-1]
+        run = here.runs[-1] if here.runs else None
+        if run is not None and run in self.runs:
+            return run
         raise RuntimeError(
             f"the node of {self!r} can only be run by a distributed backward pass"
         )

@@ -185,8 +185,12 @@ class Part:
     def _begin(self, start: Start) -> None:
         me = self._desk.me
         try:
-            self._work = Work(self._context, start, self._flags)
+            record = self._context.records.pop(self.number, None)
+            self._work = Work(self._context, start, self._flags, record)
             self.mail.progress = Progress(me, self._work.plan, self._engager)
+            if record is not None:
+                self.mail.gradients.update(record.parked)
+                self.mail.progress.resumed(record.parked, start.parked)
         except BaseException:
             self.mail.progress = Progress(me, _NO_PLAN, self._engager)
             raise

@@ -142,7 +142,8 @@ class Progress:
         self._ended: set[int] = set()  # those who have told it
         self._told: set[int] = set()
         self._heard: set[int] = set()
-        self._unlisted: set[int] = set()  # workers that wait for what never arrived
+        # Workers that wait for what never arrived, or have something to go on with.
+        self._unlisted: set[int] = set()
         # Recvs whose gradients have left, or whose sends were told that there are none.
         self._gone: set[int] = set()
         self._voids: dict[int, list[int]] = {}  # what is to be told, by worker
@@ -166,6 +167,15 @@ class Progress:
             if state == _IDLE:
                 self._start(index)
         return self._next()
+
+    def resumed(self, arrived: Iterable[int], parked: Iterable[int]) -> None:
+        """The pass was begun directly: what has arrived here, and who else is to go on with it.
+
+        Said before it has begun.
+        """
+        for send in arrived:
+            self._resolve(send, has_gradients=True)
+        self._unlisted.update(worker for worker in parked if worker != self.me)
 
     def heard(self, sender: int, words: Words, delivered: Iterable[int]) -> None:
         """A message of another worker. Say `begun` or `settled` next, and `answer` at last."""

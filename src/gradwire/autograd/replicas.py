@@ -24,6 +24,8 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from . import hooks
+
 Known = Callable[[Tensor], "Tensor | None"]
 Keep = Callable[[Tensor, Tensor], None]
 
@@ -43,13 +45,23 @@ class Replica:
 _replicas: WeakKeyDictionary[DistributedDataParallel, Replica] = WeakKeyDictionary()
 
 
-def replicated(nodes: Iterable[Any]) -> list[Replica]:
-    """The replicated modules that have some of these leaves, which are given by their nodes."""
+def known() -> list[Replica]:
+    """All replicated modules."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
     with _lock:
         _look()
-        replicas = list(_replicas.values())
+        return list(_replicas.values())
+
+
+def is_joint(leaf: Any) -> bool:
+    """Whether a leaf, given by its node, wants its gradient once and whole."""
+    return hooks.has_any(leaf) or bool(replicated((leaf,)))
+
+
+def replicated(nodes: Iterable[Any]) -> list[Replica]:
+    """The replicated modules that have some of these leaves, which are given by their nodes."""
+    replicas = known()
     if not replicas:
         return []
     leaves = {id(node.variable) for node in nodes}

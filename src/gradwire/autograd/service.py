@@ -24,12 +24,14 @@ from ..threads import Executor
 from . import anomaly
 from .checks import check_call, check_history, check_kinds, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
+from .direct import DirectPasses
 from .engine import Start, profiled
 from .failures import describe, revive, to_raise
 from .messages import (
     ABORT,
     ACCUMULATE,
     CREATE,
+    DIRECT,
     OVER,
     QUIET,
     RELEASE,
@@ -37,6 +39,7 @@ from .messages import (
     STEP,
     Abort,
     About,
+    Direct,
     Done,
     Failed,
     Noted,
@@ -49,6 +52,7 @@ from .messages import (
 )
 from .parts import Part
 from .releases import Releases
+from .rounds import Failing
 
 log = logging.getLogger("gradwire")
 
@@ -69,8 +73,10 @@ class Autograd:
         self.contexts = Contexts(self.me)
         self._calls = calls
         self._passes = Numbers(self.me)
+        self._direct = DirectPasses(self, self.contexts)
         self._releases = Releases(executor, self._tell_release)
         calls.handle(STEP, Step, self._on_step, is_spread=True)
+        calls.handle(DIRECT, Direct, self._direct.answer, is_spread=True)
         calls.handle(OVER, Over, self._on_over)
         calls.handle(ABORT, Abort, self._on_abort)
         calls.handle(RELEASE, Release, self._on_release)
@@ -120,7 +126,7 @@ class Autograd:
 
     def debug_info(self) -> dict[str, int]:
         return {
-            "num_current_backward_passes": sum(len(c.parts) for c in self.contexts),
+            "num_current_backward_passes": sum(c.passes() for c in self.contexts),
             "num_autograd_contexts": len(self.contexts),
         }
 
@@ -182,8 +188,14 @@ class Autograd:
         context = self.contexts.get(context_id)
         check_roots(roots)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
+        flags |= anomaly.flags()
+        about = About(context.id, self._passes.next(), flags)
         with profiled("torch::distributed::autograd::backward"):
-            self._lead(context, flags, Start(roots, [None] * len(roots)))
+            parked = self._lead_directly(context, about, roots)
+            if parked is None:
+                self._lead(context, about, Start(roots, [None] * len(roots)))
+            elif parked:
+                self._lead(context, about, Start(parked=parked))
 
     def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         self,
@@ -215,7 +227,8 @@ class Autograd:
         retain = create_graph if retain_graph is None else retain_graph
         flags = RETAIN * retain | CREATE * create_graph | QUIET
         wanted = [get_gradient_edge(tensor) for tensor in inputs]
-        found = self._lead(context, flags, Start(outputs, gradients, wanted))
+        about = About(context.id, self._passes.next(), flags | anomaly.flags())
+        found = self._lead(context, about, Start(outputs, gradients, wanted))
         if None in [None if g is None else 0 for g in found] and not allow_unused:
             raise GradwireError(
                 "one of the inputs is not used to compute the outputs; if that is meant, "
@@ -223,11 +236,19 @@ class Autograd:
             )
         return found
 
+    def _lead_directly(
+        self, context: Context, about: About, roots: Sequence[Tensor]
+    ) -> set[int] | None:
+        try:
+            return self._direct.lead(context, about, roots)
+        except Failing as error:
+            failed, cause = error.failed, error.__cause__
+        raise self._error(failed, cause)
+
     def _lead(
-        self, context: Context, flags: int, start: Start
+        self, context: Context, about: About, start: Start
     ) -> tuple[Tensor | None, ...]:
-        flags |= anomaly.flags()
-        part = Part(self, context, About(context.id, self._passes.next(), flags))
+        part = Part(self, context, about)
         with context.lock:
             if context.is_released:
                 raise unknown(context.id)
@@ -248,6 +269,12 @@ class Autograd:
 
     def request(self, to: int, message: Any) -> CallFuture:
         return self._calls.request(to, message, _FOR_EVER)
+
+    def tell(self, to: int, message: Any) -> None:
+        try:
+            self.request(to, message).fate.seen = True
+        except Exception:  # noqa: BLE001 it is gone, and so is its part
+            pass
 
     def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
         return self._calls.ask(to, message, _FOR_EVER, is_over)
@@ -284,6 +311,9 @@ class Autograd:
         context = self.contexts.arrived(abort.context)
         with context.lock:
             part = context.parts.get(abort.number)
+            record = context.records.get(abort.number)
+            if record is not None:
+                record.has_failed = True
             if part is None:
                 context.ended.add(abort.number)
         failed = unpack(abort.failed)

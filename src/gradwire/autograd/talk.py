@@ -91,20 +91,12 @@ class Talk:
     def over(self, to: int, outcome: Outcome) -> None:
         """Tell the engager that the pass has ended here, and how."""
         context, number, _ = self._about
-        self._tell(to, messages.Over(context, number, messages.pack(outcome)))
+        self._desk.tell(to, messages.Over(context, number, messages.pack(outcome)))
 
     def abort(self, to: int, failed: Failed) -> None:
         """Tell a worker that the pass has failed."""
         context, number, _ = self._about
-        self._tell(to, messages.Abort(context, number, messages.pack(failed)))
-
-    def _tell(self, to: int, message: Any) -> None:
-        try:
-            self._desk.request(
-                to, message
-            ).fate.seen = True  # nobody looks at the answer
-        except Exception:  # noqa: BLE001 it is gone, and so is its part
-            pass
+        self._desk.tell(to, messages.Abort(context, number, messages.pack(failed)))
 
     def read(self) -> bool:
         """Help to read an answer, for a moment; False if there is none to come.

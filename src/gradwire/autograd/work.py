@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import anomaly, engine, hooks
+from . import anomaly, engine
 from .contexts import Context
 from .engine import Job, Start
 from .gradients import keep, keep_accumulated, kept_so_far
@@ -20,20 +20,28 @@ from .graph import Segment, cut
 from .messages import ANOMALY, QUIET
 from .nodes import Crossing, Gradients, Run
 from .passes import Piece, Plan
-from .replicas import accumulating, replicated
+from .replicas import accumulating, is_joint, replicated
+from .rounds import Record
 
 
 class Work:
     """The sources of a pass on a worker, as they are when it is made."""
 
-    def __init__(self, context: Context, start: Start, flags: int) -> None:
+    def __init__(
+        self, context: Context, start: Start, flags: int, record: Record | None = None
+    ) -> None:
+        """`record`: what the pass has done here directly, before this."""
         with context.lock:
             sends, recvs = dict(context.sends), dict(context.recvs)
+        if record is not None:
+            known = record.strands.sends
+            sends = {n: send for n, send in known.items() if n not in record.ran}
+            recvs = {n: recv for n, recv in recvs.items() if n not in record.gone}
         roots = [root.grad_fn for root in start.roots]
         self._context = context
         self._start = start
         self._flags = flags
-        self._segments = cut(roots, list(sends.values()), context.id, _is_joint)
+        self._segments = cut(roots, list(sends.values()), context.id, is_joint)
         self._lock = threading.Lock()
         self.wanted: list[Tensor | None] = [None] * len(start.wanted)
         self.plan = Plan(
@@ -57,7 +65,7 @@ class Work:
         """Leave out the other sends of a piece; the recvs that are still reached."""
         whole = self._segments[piece]
         kept = [send for send in whole.sends if send.crossing.id in sends]
-        parts = cut(self._roots(whole), kept, self._context.id, _is_joint)
+        parts = cut(self._roots(whole), kept, self._context.id, is_joint)
         recvs = [recv for part in parts for recv in part.recvs]
         leaves = {leaf for part in parts for leaf in part.leaves}
         ids = [recv.crossing.id for recv in recvs]
@@ -131,11 +139,6 @@ class Work:
             return False
         keep(self._context, nodes, list(given.pop(send.crossing.id)), self._flags)
         return True
-
-
-def _is_joint(leaf: Any) -> bool:
-    """Whether a leaf, given by its node, wants its gradient once and whole."""
-    return hooks.has_any(leaf) or bool(replicated((leaf,)))
 
 
 def _is_hooked(segment: Segment) -> bool:

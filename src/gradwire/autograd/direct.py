@@ -1,0 +1,134 @@
+"""Passes that need no protocol: gradients go from worker to worker like calls.
+
+Where each send that gradients arrive for has its piece of the graph to itself (a *strand*), nobody
+has to wait for anything else, nor be told what will not come. So the gradients of a message are run
+at once, and what that yields for other workers is sent on to them. The answer is given when all
+that followed is done everywhere, and takes along what there is for the asker. Such a pass ends like
+a call, and leaves nothing on other workers but a note of what was run.
+
+Not every graph is like that. Whoever gets gradients that it cannot run at once *parks* them: it
+keeps them for the pass, and says so with the answer, which is passed on to the worker that leads.
+If that hears of any, it goes on by the full protocol (`passes.py`). To that, what was run and what
+has left is over and done with, and what is parked has arrived.
+
+This costs a fraction of the full protocol, and most passes over small graphs are that simple.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from . import engine
+from .contexts import Context, Contexts, owner, unknown
+from .desk import Desk
+from .failures import describe
+from .mail import Ended
+from .messages import (
+    ACCUMULATE,
+    RETAIN,
+    About,
+    Direct,
+    Trip,
+    pack,
+    pack_followed,
+    read_direct,
+)
+from .rounds import Failing, Record, Round
+from .strands import strands_of
+
+_PLAIN = RETAIN | ACCUMULATE  # all that may be asked for here
+
+
+class DirectPasses:
+    """Those of one worker."""
+
+    def __init__(self, desk: Desk, contexts: Contexts) -> None:
+        self._desk = desk
+        self._contexts = contexts
+
+    def lead(
+        self, context: Context, about: About, roots: Sequence[Tensor]
+    ) -> set[int] | None:
+        """Run a pass; the workers that parked something. None: it cannot be run like this.
+
+        Raises:
+            Failing: it failed; the cause is the error, if that was here.
+            GradwireError: the context is over; or the graph is not its own.
+        """
+        if about.flags & ~_PLAIN or engine.is_profiled():
+            return None
+        strands = strands_of(context)
+        strand = strands.of_roots(roots) if strands.are_simple() else None
+        if strand is None:
+            return None
+        record = self._join(context, about.number, about.number)
+        assert record is not None
+        with context.lock:
+            own = [n for n in context.records if owner(n) == self._desk.me]
+        trip = Trip(about, min(own, default=about.number))
+        current = Round(self._desk, context, record, trip)
+        try:
+            current.lead(strand, roots)
+        except Failing:
+            current.abandon()
+            raise
+        except BaseException as error:
+            current.abandon()
+            raise Failing(self._describe(error)) from error
+        finally:
+            self._leave(context, record)
+            if not current.parked:
+                context.records.pop(about.number, None)
+        return current.parked
+
+    def answer(self, sender: int, message: Direct) -> Any:
+        """What follows from the gradients of another worker."""
+        trip, arrived = read_direct(message)
+        context = self._contexts.arrived(trip.about.context)
+        context.known.add(sender)
+        try:
+            record = self._join(context, trip.about.number, trip.since)
+        except Exception as error:  # noqa: BLE001 hooks are user code
+            return pack(self._describe(error))
+        if record is None:
+            return None
+        current = Round(self._desk, context, record, trip)
+        try:
+            current.answer(sender, arrived)
+            return pack_followed(current.held, current.parked)
+        except Ended:
+            current.abandon()
+            return None  # whoever asked does not want to know any more
+        except Failing as error:
+            failed = error.failed
+        except Exception as error:  # noqa: BLE001 user code
+            failed = self._describe(error)
+        finally:
+            self._leave(context, record)
+        current.abandon()
+        return pack(failed)
+
+    def _join(self, context: Context, number: int, since: int) -> Record | None:
+        """Take part in a pass; None: it is over."""
+        strands = strands_of(context)
+        with context.lock:
+            if context.is_released:
+                raise unknown(context.id)
+            if number in context.ended:
+                return None
+            record: Record | None = context.records.get(number)
+            if record is None:
+                context.forget_records(number, since)
+                record = context.records[number] = Record(strands)
+            record.running += 1
+        return record
+
+    def _leave(self, context: Context, record: Record) -> None:
+        with context.lock:
+            record.running -= 1
+
+    def _describe(self, error: BaseException) -> Any:
+        return describe(error, self._desk.me, pickles=self._desk.pickles)

@@ -1,0 +1,203 @@
+"""What one thread does in a direct pass (`direct.py`), and what is noted of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch import Tensor
+
+from ..errors import CallTimeout
+from ..rpc.futures import CallFuture
+from . import deliveries, engine, messages
+from .contexts import Context, unknown
+from .desk import Desk
+from .mail import Ended
+from .messages import Delivery, Failed
+from .nodes import Crossing, Gradients
+from .strands import Strand, Strands
+
+_DEEPEST = 16  # workers that wait for each other, one behind the other
+_NAP = 0.05  # seconds between looks at whether the pass has failed elsewhere
+
+
+class Failing(Exception):
+    """The pass has failed, here or on another worker."""
+
+    def __init__(self, failed: Failed) -> None:
+        super().__init__(failed.message)
+        self.failed = failed
+
+
+class Record:
+    """What a direct pass has done on one worker, should the full protocol have to go on from it."""
+
+    __slots__ = (
+        "gone",
+        "has_failed",
+        "is_simple",
+        "parked",
+        "ran",
+        "running",
+        "strands",
+    )
+
+    def __init__(self, strands: Strands) -> None:
+        self.strands = strands
+        self.is_simple = strands.are_simple()
+        self.ran: set[int] = set()
+        """The sends that were run."""
+        self.gone: set[int] = set()
+        """The recvs whose gradients have left."""
+        self.parked: dict[int, Gradients] = {}
+        """The gradients of sends that are still to be run."""
+        self.running = 0
+        """Threads."""
+        self.has_failed = False
+
+
+class Round:
+    """What one thread does in a direct pass: it runs what it was given, and sees to the rest."""
+
+    def __init__(
+        self, desk: Desk, context: Context, record: Record, trip: messages.Trip
+    ) -> None:
+        self.held: list[Delivery] = []
+        """What there is for the asker."""
+        self.parked: set[int] = set()
+        """Workers that have parked something."""
+        self._desk = desk
+        self._context = context
+        self._record = record
+        self._trip = trip
+        self._asker = -1
+        self._ready: list[tuple[Strand, list[Tensor | None]]] = []
+        self._leaving: dict[int, list[Delivery]] = {}
+        self._asked: list[int] = []  # workers that owe an answer
+        self._answers: SimpleQueue[tuple[int, CallFuture]] | None = None
+
+    def lead(self, strand: Strand, roots: Sequence[Tensor]) -> None:
+        """Run the pass from its roots."""
+        gradients = [engine.ones(root) for root in roots]
+        flags = self._trip.about.flags
+        self._sort(strand.run_from(self._context, roots, gradients, flags))
+        self._go_on()
+
+    def answer(self, asker: int, arrived: Iterable[Delivery]) -> None:
+        """Run what arrived, and all that follows."""
+        self._asker = asker
+        self._take(asker, arrived)
+        self._go_on()
+
+    def abandon(self) -> None:
+        """The pass has failed: those who are still at work for us need not be."""
+        context, number, _ = self._trip.about
+        failed = messages.pack(Failed(self._desk.me, "", "", "", None, ()))
+        for worker in self._asked:
+            self._desk.tell(worker, messages.Abort(context, number, failed))
+
+    def _take(self, sender: int, arrived: Iterable[Delivery]) -> None:
+        record = self._record
+        if self._is_over():
+            self._stop()
+        is_simple = record.is_simple and self._trip.depth < _DEEPEST
+        for delivery in arrived:
+            number = delivery[0]
+            gradients = deliveries.take(self._context, sender, delivery)
+            if number in record.ran or number in record.parked:
+                continue  # it came twice
+            strand = record.strands.get(number) if is_simple else None
+            if strand is None:
+                record.parked[number] = gradients
+                self.parked.add(self._desk.me)
+            else:
+                record.ran.add(number)
+                self._ready.append((strand, list(gradients)))
+
+    def _go_on(self) -> None:
+        """Run what is ready, and what follows from it, here and elsewhere."""
+        while True:
+            while self._ready:
+                strand, gradients = self._ready.pop()
+                flags = self._trip.about.flags
+                self._sort(strand.run(self._context, gradients, flags))
+            leaving, self._leaving = self._leaving, {}
+            if not leaving and not self._asked:
+                return
+            if self.held:  # it need not wait for others
+                leaving[self._asker], self.held = self.held, []
+            if len(leaving) == 1 and not self._asked:
+                self._hear(*self._ask(*leaving.popitem()))
+            else:
+                for to, found in leaving.items():
+                    self._post(to, found)
+                self._hear(*self._next_answer())
+
+    def _sort(self, found: Iterable[tuple[Crossing, Gradients]]) -> None:
+        """See where the gradients of recvs have to go."""
+        desk, record = self._desk, self._record
+        if self._is_over():
+            self._stop()
+        for recv, gradients in found:
+            if all(gradient is None for gradient in gradients):
+                continue
+            record.gone.add(recv.id)
+            delivery = deliveries.make(
+                self._context, recv, gradients, self._trip.about.flags, desk.numbers
+            )
+            if recv.worker == self._asker:
+                self.held.append(delivery)
+            elif recv.worker == desk.me:
+                self._take(desk.me, (delivery,))
+            else:
+                self._leaving.setdefault(recv.worker, []).append(delivery)
+
+    # Asking others
+
+    def _ask(self, to: int, leaving: Sequence[Delivery]) -> tuple[int, Any]:
+        message = messages.direct(self._trip, leaving)
+        self._asked.append(to)
+        try:
+            return to, self._desk.ask(to, message, self._is_over)
+        except CallTimeout:
+            self._stop()
+            raise
+
+    def _post(self, to: int, leaving: Sequence[Delivery]) -> None:
+        if self._answers is None:
+            self._answers = SimpleQueue()
+        future = self._desk.request(to, messages.direct(self._trip, leaving))
+        self._asked.append(to)
+        future.fate.seen = True
+        future.on_done(partial(self._answers.put, (to, future)))
+
+    def _next_answer(self) -> tuple[int, Any]:
+        assert self._answers is not None
+        while True:
+            try:
+                with self._desk.executor.waiting():
+                    worker, future = self._answers.get(timeout=_NAP)
+            except Empty:
+                if self._is_over():
+                    self._stop()
+                continue
+            return worker, future.value()
+
+    def _hear(self, worker: int, answer: Any) -> None:
+        self._asked.remove(worker)
+        followed = messages.unpack_followed(answer)
+        if isinstance(followed, Failed):
+            raise Failing(followed)
+        self.parked.update(followed.parked)
+        self._take(worker, followed.deliveries)
+
+    def _is_over(self) -> bool:
+        return self._record.has_failed or self._context.is_released
+
+    def _stop(self) -> None:
+        """Raise why the pass is over."""
+        if self._context.is_released:
+            raise unknown(self._context.id)
+        raise Ended
