@@ -6,6 +6,8 @@ arrive at another in the same context: a send here, a recv there, for later pass
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -29,8 +31,12 @@ def make(
         if traced:
             link, linked = numbers.next(), tuple([i for i, _ in traced])
             context.add_send(link, recv.worker, [g for _, g in traced])
-    bare = tuple([None if g is None else _compact(g) for g in gradients])
-    return recv.id, bare, link, linked
+    return recv.id, bare(gradients), link, linked
+
+
+def bare(gradients: Gradients) -> Gradients:
+    """Gradients as they are sent."""
+    return tuple([None if g is None else _compact(g) for g in gradients])
 
 
 def _compact(gradient: Tensor) -> Tensor:
@@ -49,6 +55,20 @@ def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
         ProtocolError: it lacks some, or is for nothing that was sent.
     """
     number, gradients, link, linked = delivery
+    check(context, sender, number, gradients)
+    if link:
+        context.add_recv(link, sender, [gradients[i] for i in linked])
+    return gradients
+
+
+def check(
+    context: Context, sender: int, number: int, gradients: Sequence[Tensor | None]
+) -> None:
+    """Refuse gradients that are for nothing that was sent, or not for all of it.
+
+    Raises:
+        ProtocolError: they are.
+    """
     send = context.sends.get(number)
     if send is None or send.crossing.worker != sender:
         raise ProtocolError(f"gradients for send {number}, which is not there")
@@ -57,6 +77,3 @@ def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
         raise ProtocolError(
             f"send {number} of {count} tensors got {len(gradients)} gradients"
         )
-    if link:
-        context.add_recv(link, sender, [gradients[i] for i in linked])
-    return gradients

@@ -21,6 +21,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ..errors import GradwireError
 from . import engine
 from .contexts import Context, Contexts, owner, unknown
 from .desk import Desk
@@ -56,20 +57,18 @@ class DirectPasses:
 
         Raises:
             Failing: it failed; the cause is the error, if that was here.
-            GradwireError: the context is over; or the graph is not its own.
+            GradwireError: the context is over.
         """
         if about.flags & ~_PLAIN or engine.is_profiled():
             return None
-        strands = strands_of(context)
-        strand = strands.of_roots(roots) if strands.are_simple() else None
-        if strand is None:
-            return None
         record = self._join(context, about.number, about.number)
         assert record is not None
-        with context.lock:
-            own = [n for n in context.records if owner(n) == self._desk.me]
-        trip = Trip(about, min(own, default=about.number))
-        current = Round(self._desk, context, record, trip)
+        strand = record.strands.of_roots(roots) if record.is_simple else None
+        if strand is None:
+            del context.records[about.number]
+            return None
+        since = min([n for n in context.records if owner(n) == self._desk.me])
+        current = Round(self._desk, context, record, Trip(about, since))
         try:
             current.lead(strand, roots)
         except Failing:
@@ -79,9 +78,10 @@ class DirectPasses:
             current.abandon()
             raise Failing(self._describe(error)) from error
         finally:
-            self._leave(context, record)
-            if not current.parked:
-                context.records.pop(about.number, None)
+            with context.lock:
+                record.running -= 1
+                if not current.parked:
+                    context.records.pop(about.number, None)
         return current.parked
 
     def answer(self, sender: int, message: Direct) -> Any:
@@ -91,13 +91,13 @@ class DirectPasses:
         context.known.add(sender)
         try:
             record = self._join(context, trip.about.number, trip.since)
-        except Exception as error:  # noqa: BLE001 hooks are user code
+        except GradwireError as error:
             return pack(self._describe(error))
         if record is None:
             return None
-        current = Round(self._desk, context, record, trip)
+        current = Round(self._desk, context, record, trip, sender)
         try:
-            current.answer(sender, arrived)
+            current.answer(arrived)
             return pack_followed(current.held, current.parked)
         except Ended:
             current.abandon()
@@ -107,28 +107,29 @@ class DirectPasses:
         except Exception as error:  # noqa: BLE001 user code
             failed = self._describe(error)
         finally:
-            self._leave(context, record)
+            with context.lock:
+                record.running -= 1
         current.abandon()
         return pack(failed)
 
     def _join(self, context: Context, number: int, since: int) -> Record | None:
-        """Take part in a pass; None: it is over."""
-        strands = strands_of(context)
+        """Take part in a pass; None: it is over.
+
+        Raises:
+            GradwireError: the context is.
+        """
         with context.lock:
             if context.is_released:
                 raise unknown(context.id)
-            if number in context.ended:
-                return None
             record: Record | None = context.records.get(number)
             if record is None:
-                context.forget_records(number, since)
-                record = context.records[number] = Record(strands)
+                if number in context.ended:
+                    return None
+                if context.records:
+                    context.forget_records(number, since)
+                record = context.records[number] = Record(strands_of(context))
             record.running += 1
         return record
-
-    def _leave(self, context: Context, record: Record) -> None:
-        with context.lock:
-            record.running -= 1
 
     def _describe(self, error: BaseException) -> Any:
         return describe(error, self._desk.me, pickles=self._desk.pickles)

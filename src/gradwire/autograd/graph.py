@@ -26,6 +26,10 @@ from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Send
 SMALL = 200
 """Nodes of a graph that takes no time to run."""
 _LIFT = 1 << 40
+_ALL = float("inf")
+
+Reach = tuple[set[Any], list[Any], list[int]]
+"""Leaves, recvs, and other sources that reached something of it before."""
 
 
 @dataclass(slots=True)
@@ -83,9 +87,7 @@ def cut(
     Raises:
         GradwireError: it has tensors in it that arrived in another context.
     """
-    found = Walk()
-    walk([*roots, *[send.node for send in sends]], found)
-    check_context(found, context)
+    found = _walk([*roots, *[send.node for send in sends]], context)
     count = len(roots)
     if count + len(sends) > 1:
         found.links += _links(found.leaves, joins)
@@ -100,21 +102,6 @@ def cut(
         segments.append(Segment([], [send], leaves, recvs, is_bare=is_bare))
     _note_last(segments, range(len(segments)), found.owner)
     return segments
-
-
-def check_context(found: Walk, context: int) -> None:
-    """Refuse a graph that has tensors in it that arrived in another context.
-
-    Raises:
-        GradwireError: it has.
-    """
-    for recvs in found.recvs:
-        for recv in recvs:
-            if recv.crossing.context != context:
-                raise GradwireError(
-                    f"a tensor that arrived in context {recv.crossing.context} is part "
-                    f"of a backward pass in context {context}"
-                )
 
 
 def _joined(roots: Sequence[Any], sends: Sequence[Send], found: Walk) -> list[Segment]:
@@ -135,49 +122,69 @@ def _joined(roots: Sequence[Any], sends: Sequence[Send], found: Walk) -> list[Se
     return _merged(list(segments.values()))
 
 
+def _walk(sources: Iterable[Any], context: int) -> Walk:
+    found = Walk()
+    for number, source in enumerate(sources):
+        before = len(found.owner)
+        leaves, recvs, links = walk(source, number, found.owner)
+        _check_context(recvs, context)
+        found.leaves.append(leaves)
+        found.recvs.append(recvs)
+        found.links += [(was, number) for was in links]
+        found.sizes.append(len(found.owner) - before)
+    return found
+
+
+def _check_context(recvs: Iterable[Any], context: int) -> None:
+    """Refuse tensors that arrived in another context; these are their nodes.
+
+    Raises:
+        GradwireError: there is one.
+    """
+    for recv in recvs:
+        if recv.crossing.context != context:
+            raise GradwireError(
+                f"a tensor that arrived in context {recv.crossing.context} is part of a "
+                f"backward pass in context {context}"
+            )
+
+
 def _waits(segment: Segment) -> bool:
     return len(segment.sends) + bool(segment.roots) > 1
 
 
-def walk(sources: Iterable[Any], into: Walk, most: float = float("inf")) -> bool:
-    """Visit every node once; False: there are too many.
+def walk(source: Any, number: int, owner: dict[Any, int], most: float = _ALL) -> Reach:
+    """What a source reaches that no other has reached before; `owner` gets those nodes.
 
-    Costs a fifth of a microsecond for each, so it is one function.
+    Costs a fifth of a microsecond for each node, so it is one function. It stops when there are
+    more than `most`.
     """
-    owner, links = into.owner, into.links
     find = owner.get
     recv_node: Any = RECV_NODE  # so that mypy does not take its members for known
-    for number, source in enumerate(sources):
-        leaves: set[Any] = set()
-        recvs: list[Any] = []
-        stack: list[Any] = []
-        before = len(owner)
-        edges: Any = ((source, 0),)
-        while True:
-            for node, _ in edges:
-                if type(node) is LEAF_NODE:
-                    leaves.add(node)
+    leaves: set[Any] = set()
+    recvs: list[Any] = []
+    links: list[int] = []
+    stack: list[Any] = []
+    edges: Any = ((source, 0),)
+    while True:
+        for node, _ in edges:
+            if type(node) is LEAF_NODE:
+                leaves.add(node)
+                continue
+            was = find(node)
+            if was is None:
+                if node is None:
                     continue
-                was = find(node)
-                if was is None:
-                    if node is None:
-                        continue
-                    owner[node] = number
-                    if type(node) is recv_node:
-                        recvs.append(node)
-                    else:
-                        stack.append(node)
-                elif was != number:
-                    links.append((was, number))
-            if not stack:
-                break
-            if len(owner) > most:
-                return False
-            edges = stack.pop().next_functions
-        into.leaves.append(leaves)
-        into.recvs.append(recvs)
-        into.sizes.append(len(owner) - before)
-    return True
+                owner[node] = number
+                if type(node) is recv_node:
+                    recvs.append(node)
+                else:
+                    stack.append(node)
+            elif was != number:
+                links.append(was)
+        if not stack or len(owner) > most:
+            return leaves, recvs, links
+        edges = stack.pop().next_functions
 
 
 def _links(

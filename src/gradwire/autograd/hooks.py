@@ -11,6 +11,8 @@ from typing import Any
 
 Hooks = list[Callable[..., Any]]
 
+_noted: list[bool] = []  # not empty: some send or recv got hooks, ever
+
 
 def before(node: Any) -> Hooks:
     """Those that are called before a node is run."""
@@ -45,6 +47,11 @@ def _nothing(*_: object) -> None:
     pass
 
 
+def on_crossings() -> bool:
+    """Whether any send or recv ever got some."""
+    return bool(_noted)
+
+
 def note(kind: Any) -> None:
     """Have the crossings of a kind of node know that one was put on theirs."""
     for name in ("register_hook", "register_prehook"):
@@ -54,6 +61,7 @@ def note(kind: Any) -> None:
 def _noting(register: Callable[..., Any]) -> Callable[..., Any]:
     def noting(node: Any, hook: Callable[..., Any]) -> Any:
         node.crossing.is_hooked = True
+        _noted[:] = [True]
         return register(node, hook)
 
     return noting

@@ -27,6 +27,10 @@ Delivery = tuple[int, tuple[Any, ...], int, tuple[int, ...]]
 the id under which the gradients themselves were sent, or 0; and which of them were."""
 
 
+Plain = tuple[int, Sequence[Any]]
+"""The same in a direct pass: the id of the send, and a gradient or None for each of its tensors."""
+
+
 @dataclass(frozen=True, slots=True)
 class Step:
     """A worker → another, in a pass: here are gradients for your sends, others will get none.
@@ -94,7 +98,7 @@ class Trip(NamedTuple):
 class Followed(NamedTuple):
     """The answer to one: all is done; gradients for the asker; who has parked some."""
 
-    deliveries: Sequence[Delivery] = ()
+    deliveries: Sequence[Plain] = ()
     parked: Sequence[int] = ()
 
 
@@ -150,32 +154,35 @@ def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
         return about, words, _take_deliveries(facts, step.gradients)
 
 
-def direct(trip: Trip, deliveries: Sequence[Delivery]) -> Direct:
+def direct(trip: Trip, deliveries: Sequence[Plain]) -> Direct:
     """What goes on from whoever got, or made, this trip."""
-    about, since, depth = trip
-    facts = [*about, since, depth + 1]
-    gradients = _put_deliveries(facts, deliveries)
-    return Direct(array("q", facts).tobytes(), gradients)
+    (context, number, flags), since, depth = trip
+    facts = [context, number, flags, since, depth + 1]
+    return Direct(*_put_plain(facts, deliveries))
 
 
-def read_direct(direct: Direct) -> tuple[Trip, list[Delivery]]:
+def read_direct(direct: Direct) -> tuple[Trip, list[Plain]]:
     """What a direct message says.
 
     Raises:
         ProtocolError: it makes no sense, or a gradient is missing.
     """
-    with _Reading(direct.facts) as facts:
-        about = About(next(facts), next(facts), next(facts))
-        trip = Trip(about, next(facts), next(facts))
-        return trip, _take_deliveries(facts, direct.gradients)
+    try:
+        facts = array("q", direct.facts)
+        context, number, flags, since, depth = facts[:5]
+        found = _take_plain(facts, 5, direct.gradients)
+    except (TypeError, ValueError, IndexError) as error:
+        raise ProtocolError(f"a message of a pass makes no sense: {error}") from None
+    return Trip(About(context, number, flags), since, depth), found
 
 
-def pack_followed(deliveries: Sequence[Delivery], parked: Iterable[int]) -> Any:
+def pack_followed(deliveries: Sequence[Plain], parked: Iterable[int]) -> Any:
     """An answer to a direct message, as it is sent."""
     if not deliveries and not parked:
         return None
     workers = sorted(parked)
-    return _packed([len(workers), *workers], deliveries)
+    facts, gradients = _put_plain([len(workers), *workers], deliveries)
+    return (facts, *gradients)
 
 
 def unpack_followed(answer: Any) -> Followed | Failed:
@@ -189,9 +196,42 @@ def unpack_followed(answer: Any) -> Followed | Failed:
     _check_packed(answer)
     if type(answer[0]) is int:
         return Failed(*answer[1:])
-    with _Reading(answer[0]) as facts:
-        parked = tuple(islice(facts, next(facts)))
-        return Followed(_take_deliveries(facts, answer[1:]), parked)
+    try:
+        facts = array("q", answer[0])
+        end = facts[0] + 1
+        return Followed(_take_plain(facts, end, answer[1:]), facts[1:end])
+    except (TypeError, ValueError, IndexError) as error:
+        raise ProtocolError(f"an answer of a pass makes no sense: {error}") from None
+
+
+def _put_plain(
+    facts: list[int], deliveries: Sequence[Plain]
+) -> tuple[bytes, tuple[Any, ...]]:
+    """A delivery: the send; how many tensors; which get no gradient."""
+    flat: list[Any] = []
+    for number, gradients in deliveries:
+        absent = [i for i, g in enumerate(gradients) if g is None]
+        facts += (number, len(gradients), len(absent), *absent)
+        flat += [g for g in gradients if g is not None] if absent else gradients
+    return array("q", facts).tobytes(), tuple(flat)
+
+
+def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> list[Plain]:
+    deliveries: list[Plain] = []
+    start = 0
+    while at < len(facts):
+        number, count, absent = facts[at : at + 3]
+        at += 3
+        end = start + count - absent
+        gradients: list[Any] = list(flat[start:end])
+        if len(gradients) != end - start:
+            raise ProtocolError(f"send {number} lacks gradients that are not void")
+        for _ in range(absent):
+            gradients.insert(facts[at], None)
+            at += 1
+        deliveries.append((number, gradients))
+        start = end
+    return deliveries
 
 
 def pack(answer: Outcome | Noted) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor
 
@@ -15,9 +15,8 @@ from . import deliveries, engine, messages
 from .contexts import Context, unknown
 from .desk import Desk
 from .mail import Ended
-from .messages import Delivery, Failed
-from .nodes import Crossing, Gradients
-from .strands import Strand, Strands
+from .messages import Failed, Plain, Trip
+from .strands import Found, Strand, Strands
 
 _DEEPEST = 16  # workers that wait for each other, one behind the other
 _NAP = 0.05  # seconds between looks at whether the pass has failed elsewhere
@@ -35,6 +34,7 @@ class Record:
     """What a direct pass has done on one worker, should the full protocol have to go on from it."""
 
     __slots__ = (
+        "count",
         "gone",
         "has_failed",
         "is_simple",
@@ -47,11 +47,13 @@ class Record:
     def __init__(self, strands: Strands) -> None:
         self.strands = strands
         self.is_simple = strands.are_simple()
+        self.count = len(strands.sends)
+        """How many sends there were when it began here; later ones are no part of it."""
         self.ran: set[int] = set()
         """The sends that were run."""
         self.gone: set[int] = set()
         """The recvs whose gradients have left."""
-        self.parked: dict[int, Gradients] = {}
+        self.parked: dict[int, Sequence[Tensor | None]] = {}
         """The gradients of sends that are still to be run."""
         self.running = 0
         """Threads."""
@@ -61,10 +63,24 @@ class Record:
 class Round:
     """What one thread does in a direct pass: it runs what it was given, and sees to the rest."""
 
+    __slots__ = (
+        "_answers",
+        "_asked",
+        "_asker",
+        "_context",
+        "_desk",
+        "_leaving",
+        "_ready",
+        "_record",
+        "_trip",
+        "held",
+        "parked",
+    )
+
     def __init__(
-        self, desk: Desk, context: Context, record: Record, trip: messages.Trip
+        self, desk: Desk, context: Context, record: Record, trip: Trip, asker: int = -1
     ) -> None:
-        self.held: list[Delivery] = []
+        self.held: list[Plain] = []
         """What there is for the asker."""
         self.parked: set[int] = set()
         """Workers that have parked something."""
@@ -72,9 +88,9 @@ class Round:
         self._context = context
         self._record = record
         self._trip = trip
-        self._asker = -1
+        self._asker = asker
         self._ready: list[tuple[Strand, list[Tensor | None]]] = []
-        self._leaving: dict[int, list[Delivery]] = {}
+        self._leaving: dict[int, list[Plain]] = {}
         self._asked: list[int] = []  # workers that owe an answer
         self._answers: SimpleQueue[tuple[int, CallFuture]] | None = None
 
@@ -85,10 +101,9 @@ class Round:
         self._sort(strand.run_from(self._context, roots, gradients, flags))
         self._go_on()
 
-    def answer(self, asker: int, arrived: Iterable[Delivery]) -> None:
+    def answer(self, arrived: Iterable[Plain]) -> None:
         """Run what arrived, and all that follows."""
-        self._asker = asker
-        self._take(asker, arrived)
+        self._take(self._asker, arrived)
         self._go_on()
 
     def abandon(self) -> None:
@@ -98,19 +113,18 @@ class Round:
         for worker in self._asked:
             self._desk.tell(worker, messages.Abort(context, number, failed))
 
-    def _take(self, sender: int, arrived: Iterable[Delivery]) -> None:
+    def _take(self, sender: int, arrived: Iterable[Plain]) -> None:
         record = self._record
-        if self._is_over():
+        if record.has_failed or self._context.is_released:
             self._stop()
         is_simple = record.is_simple and self._trip.depth < _DEEPEST
-        for delivery in arrived:
-            number = delivery[0]
-            gradients = deliveries.take(self._context, sender, delivery)
+        for number, gradients in arrived:
+            deliveries.check(self._context, sender, number, gradients)
             if number in record.ran or number in record.parked:
                 continue  # it came twice
             strand = record.strands.get(number) if is_simple else None
             if strand is None:
-                record.parked[number] = gradients
+                record.parked[number] = tuple(gradients)
                 self.parked.add(self._desk.me)
             else:
                 record.ran.add(number)
@@ -118,54 +132,55 @@ class Round:
 
     def _go_on(self) -> None:
         """Run what is ready, and what follows from it, here and elsewhere."""
+        flags = self._trip.about.flags
         while True:
             while self._ready:
                 strand, gradients = self._ready.pop()
-                flags = self._trip.about.flags
-                self._sort(strand.run(self._context, gradients, flags))
-            leaving, self._leaving = self._leaving, {}
+                found = strand.run(self._context, gradients, flags)
+                if found:
+                    self._sort(found)
+            leaving = self._leaving
             if not leaving and not self._asked:
                 return
+            self._leaving = {}
             if self.held:  # it need not wait for others
                 leaving[self._asker], self.held = self.held, []
             if len(leaving) == 1 and not self._asked:
                 self._hear(*self._ask(*leaving.popitem()))
             else:
-                for to, found in leaving.items():
-                    self._post(to, found)
+                for to, plain in leaving.items():
+                    self._post(to, plain)
                 self._hear(*self._next_answer())
 
-    def _sort(self, found: Iterable[tuple[Crossing, Gradients]]) -> None:
+    def _sort(self, found: Found) -> None:
         """See where the gradients of recvs have to go."""
-        desk, record = self._desk, self._record
+        me = self._desk.me
         if self._is_over():
             self._stop()
         for recv, gradients in found:
             if all(gradient is None for gradient in gradients):
                 continue
-            record.gone.add(recv.id)
-            delivery = deliveries.make(
-                self._context, recv, gradients, self._trip.about.flags, desk.numbers
-            )
-            if recv.worker == self._asker:
-                self.held.append(delivery)
-            elif recv.worker == desk.me:
-                self._take(desk.me, (delivery,))
+            self._record.gone.add(recv.id)
+            plain = (recv.id, deliveries.bare(gradients))
+            to = recv.worker
+            if to == self._asker:
+                self.held.append(plain)
+            elif to == me:
+                self._take(me, (plain,))
             else:
-                self._leaving.setdefault(recv.worker, []).append(delivery)
+                self._leaving.setdefault(to, []).append(plain)
 
     # Asking others
 
-    def _ask(self, to: int, leaving: Sequence[Delivery]) -> tuple[int, Any]:
+    def _ask(self, to: int, leaving: Sequence[Plain]) -> tuple[int, Any]:
         message = messages.direct(self._trip, leaving)
         self._asked.append(to)
         try:
             return to, self._desk.ask(to, message, self._is_over)
         except CallTimeout:
             self._stop()
-            raise
 
-    def _post(self, to: int, leaving: Sequence[Delivery]) -> None:
+    def _post(self, to: int, leaving: Sequence[Plain]) -> None:
         if self._answers is None:
             self._answers = SimpleQueue()
         future = self._desk.request(to, messages.direct(self._trip, leaving))
@@ -190,13 +205,14 @@ class Round:
         followed = messages.unpack_followed(answer)
         if isinstance(followed, Failed):
             raise Failing(followed)
-        self.parked.update(followed.parked)
-        self._take(worker, followed.deliveries)
+        found, parked = followed
+        self.parked.update(parked)
+        self._take(worker, found)
 
     def _is_over(self) -> bool:
         return self._record.has_failed or self._context.is_released
 
-    def _stop(self) -> None:
+    def _stop(self) -> NoReturn:
         """Raise why the pass is over."""
         if self._context.is_released:
             raise unknown(self._context.id)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from torch import Tensor
@@ -34,8 +35,8 @@ class Work:
         with context.lock:
             sends, recvs = dict(context.sends), dict(context.recvs)
         if record is not None:
-            known = record.strands.sends
-            sends = {n: send for n, send in known.items() if n not in record.ran}
+            known = islice(sends.items(), record.count)
+            sends = {n: send for n, send in known if n not in record.ran}
             recvs = {n: recv for n, recv in recvs.items() if n not in record.gone}
         roots = [root.grad_fn for root in start.roots]
         self._context = context
