@@ -260,7 +260,9 @@ class Agent:
 
     def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
         self.run_count += 1
-        message = after(frame, self._codec.open(frame, sender))
+        message = self._codec.open(frame, sender)
+        if frame.waits:
+            after(frame, message)
         handler = self._handlers[type(message)]
         if frame.scope and self._in_context is not None:
             return message, self._in_context(frame.scope, handler, sender, message)
