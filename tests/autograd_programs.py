@@ -145,8 +145,7 @@ def recorded(
         ) -> list[Tensor]:
             if not is_lost:
                 return autograds.transfer(source, target, context, tensors)
-            here = autograds[source].contexts.arrived(context)
-            autograds[source].record_send(here, target, tensors)
+            autograds.leave(source, target, context, tensors)
             return []
 
         yield context, run(program, leaves, transfer)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gradwire.autograd.recording import Recording
 from gradwire.autograd.service import Autograd
 from gradwire.testing import World
 from gradwire.worker import Worker
@@ -39,17 +40,22 @@ class Autograds:
         self, src: int, dst: int, context_id: int, tensors: Sequence[Tensor]
     ) -> list[Tensor]:
         """The tensors as they arrive."""
-        there = self[dst].contexts.arrived(context_id)
-        here = self[src].contexts.arrived(context_id)
-        number = self[src].record_send(here, dst, tensors)
+        mark = self.leave(src, dst, context_id, tensors)
         copies = [tensor.detach().clone() for tensor in tensors]
-        if number is None:
-            self[dst].record_recv(there, src, None, ())
-            return copies
         pairs = zip(tensors, copies, strict=True)
-        recorded = [copy for tensor, copy in pairs if tensor.requires_grad]
-        self[dst].record_recv(there, src, number, recorded)
+        recorded = [copy for tensor, copy in pairs if mark and tensor.requires_grad]
+        self._recording(dst).arrived(context_id, mark or 0, src, recorded)
         return copies
+
+    def leave(
+        self, src: int, dst: int, context_id: int, tensors: Sequence[Tensor]
+    ) -> int | None:
+        """Record that tensors leave; their mark."""
+        wanted = [t for t in tensors if torch.is_grad_enabled() and t.requires_grad]
+        return self._recording(src).leaving(context_id, dst, wanted)
+
+    def _recording(self, index: int) -> Recording:
+        return Recording(self[index].contexts, self[index].numbers)
 
     def close(self) -> None:
         for service in self.services:

@@ -211,10 +211,9 @@ def test_an_unused_result_voids_a_path_through_the_used_one() -> None:
 def test_a_call_that_failed_does_not_hold_up_a_pass(seed: int | None) -> None:
     with autograds(3, seed=seed) as world, world[0].context() as context:
         x = doubles(3)
-        world[0].record_send(world[0].contexts.get(context), 1, [x * 2])
+        world.leave(0, 1, context, [x * 2])
         y = there_and_back(world, context, x, torch.exp)
-        other = world[1].contexts.get(context)
-        world[1].record_send(other, 2, [doubles(3)])
+        world.leave(1, 2, context, [doubles(3)])
         world[0].backward(context, [y.sum()])
         close(world[0].get_gradients(context), {x: torch.exp(x).detach()})
 

@@ -11,14 +11,14 @@ import torch
 from autograd_world import autograds, doubles
 from gradwire.autograd.contexts import Context, Contexts, Memory, owner
 from gradwire.autograd.graph import cut
-from gradwire.autograd.nodes import Crossing, Recv, Send, make_recv, make_send
+from gradwire.autograd.nodes import Crossing, Recv, Send, make_recv
 from gradwire.errors import GradwireError
 
 PREFIX = "torch::distributed::autograd::"
 
 
 def send(*tensors: torch.Tensor) -> Send:
-    return make_send(Crossing(1, 0, 7, len(tensors)), tensors)
+    return Send(Crossing(1, 0, 7, len(tensors)), tensors)
 
 
 def recv(*tensors: torch.Tensor) -> Recv:

@@ -152,7 +152,7 @@ def test_the_signatures_remembered_are_bounded() -> None:
         subject = Subject(CALL, f"module:{number}" + "x" * 3000)
         parcel = encoder.encode(subject, ())
         assert parcel is not None
-        assert decoder.decode(parcel.body, None) == (subject, [])
+        assert decoder.decode(parcel.body, None) == (subject, [], [])
     assert sum(map(len, decoder._known)) <= 1 << 20
 
 
@@ -450,7 +450,7 @@ def test_a_longer_message_is_refused_where_it_is_sent(
 def test_a_header_says_what_the_parcel_is() -> None:
     parcel = Parcel(7, 5, b"body", (), 1000, scope=3, mark=8)
     header = parse_header(parcel.header(11, segment=9), Limits(4, 1000))
-    assert header == (7, 5, 4, 11, 3, 8, 1000, 9)
+    assert header == (1, 7, 5, 4, 11, 3, 8, 1000, 9)
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
@@ -180,8 +180,7 @@ def statistics() -> dict[str, Any]:
     return current_worker().statistics()
 
 
-@contextmanager
-def context() -> Iterator[int]:
+def context() -> AbstractContextManager[int]:
     """A context for a forward pass over workers and its backward passes; gives its id.
 
     All calls made in the block belong to it, also those that they make in turn. At its end it is
@@ -197,8 +196,7 @@ def context() -> Iterator[int]:
     ...     get_gradients(ctx)[w]
     tensor([3., 3.])
     """
-    with current_worker().autograd.context() as number:
-        yield number
+    return current_worker().autograd.context()
 
 
 def backward(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -23,8 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradwireError
-from .graph import enter_late
-from .nodes import Crossing, Recv, Send, make_recv, make_send
+from .nodes import Crossing, Recv, Send, make_recv
 
 _COUNT_BITS = 48
 _MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
@@ -112,9 +111,9 @@ class Context:
         )
 
     def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
-        send = make_send(Crossing(number, to, self.id, len(tensors)), tensors)
+        send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
         with self.lock:
-            enter_late(send, len(self.sends))
+            send.enter_late(len(self.sends))
             self.sends[number] = send
         return send
 
@@ -212,6 +211,16 @@ class Contexts:
             yield
         finally:
             self._current.set(before)
+
+    def run(self, number: int, handler: Callable[..., Any], *args: Any) -> Any:
+        """Handle a message in the context that it came with."""
+        current = self._current
+        before = current.get()
+        current.set(self.arrived(number))
+        try:
+            return handler(*args)
+        finally:
+            current.set(before)
 
     def get(self, number: int) -> Context:
         """The context with this id.

@@ -4,6 +4,11 @@ A *send* stands at the end of the sender's graph: a node over exactly the tensor
 own output is an empty tensor that nobody sees; a pass calls the engine with it, and the node's
 backward asks the run under way (`engine.py`) for the gradients that came back.
 
+Many tensors that leave are leaves. What the node of a send of such looks like does not depend on
+when it is made, because a leaf stays one however its values change: it is made when someone asks
+for it. Tensors with a history may be changed in place, and are then at another place in the graph:
+their node is made at once.
+
 A *recv* stands at the beginning of the receiver's graph: one node that made all the tensors that
 arrived together. Its backward hands their gradients to the run. The tensors are put into the graph
 where they are: same objects, same memory. A leaf that all recvs have as their input makes them
@@ -55,6 +60,7 @@ class _Here(threading.local):
 
 
 here = _Here()
+_making = threading.RLock()  # of the nodes that are made late
 
 
 class Crossing:
@@ -91,16 +97,60 @@ class Crossing:
         )
 
 
-class Send(NamedTuple):
+class Send:
     """Tensors that left."""
 
-    crossing: Crossing
-    output: Tensor
-    """Where the engine starts."""
+    __slots__ = ("_output", "_place", "crossing", "leaves")
+
+    def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
+        self.crossing = crossing
+        self.leaves: Sequence[Tensor] = ()
+        """The tensors, if all are leaves and nobody has asked for the node yet."""
+        self._place = 0
+        self._output: Tensor | None = None
+        for tensor in tensors:
+            if not tensor.is_leaf:
+                self._output = _made(_apply_send, crossing, *tensors)
+                return
+        if torch.is_anomaly_enabled():  # it notes where nodes are made
+            self._output = _made(_apply_send, crossing, *tensors)
+        else:
+            self.leaves = tensors
+
+    def __repr__(self) -> str:
+        return f"<Send of {self.crossing!r}>"
+
+    @property
+    def output(self) -> Tensor:
+        """Where the engine starts."""
+        output = self._output
+        return self._make_late() if output is None else output
 
     @property
     def node(self) -> Any:
         return self.output.grad_fn
+
+    @property
+    def edges(self) -> tuple[tuple[Any, int], ...]:
+        """What lies behind the node: for each tensor the node that made it, and as which output."""
+        edges: tuple[tuple[Any, int], ...] = self.node.next_functions
+        return edges
+
+    def enter_late(self, place: int) -> None:
+        """Have the engine enter it after all else that is ready, those of later places first."""
+        self._place = place + 1  # 0 is for what comes later still: `gates.py`
+        if self._output is not None:
+            self.node._set_sequence_nr(self._place)
+
+    def _make_late(self) -> Tensor:
+        with _making:
+            if self._output is not None:
+                return self._output
+            output = _made_late(self.crossing, self.leaves)
+            node: Any = output.grad_fn
+            node._set_sequence_nr(self._place)
+            self._output, self.leaves = output, ()
+            return output
 
 
 class Recv(NamedTuple):
@@ -110,25 +160,40 @@ class Recv(NamedTuple):
     node: Any
 
 
-def make_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Send:
-    """A send of these tensors, which all require grad."""
-    if torch.is_grad_enabled():
-        return Send(crossing, _apply_send(crossing, *tensors))
-    with torch.enable_grad():
-        return Send(crossing, _apply_send(crossing, *tensors))
-
-
 def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Recv:
     """A recv of these tensors, which become part of the graph in place."""
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
-    if torch.is_grad_enabled():
-        _apply_recv(_TOKEN, crossing, tuple(tensors))
-    else:
-        with torch.enable_grad():
-            _apply_recv(_TOKEN, crossing, tuple(tensors))
+    _made(_apply_recv, _TOKEN, crossing, tensors)
     return Recv(crossing, tensors[0].grad_fn)
+
+
+def _made(apply: Any, *inputs: Any) -> Any:
+    """What a function of ours gives, with a node for it."""
+    if torch.is_grad_enabled():
+        return apply(*inputs)
+    with torch.enable_grad():
+        return apply(*inputs)
+
+
+def _made_late(crossing: Crossing, leaves: Sequence[Tensor]) -> Tensor:
+    """The output of a send of leaves, as it would have been when they left."""
+    if not all(leaf.is_leaf for leaf in leaves):
+        raise RuntimeError(
+            f"a leaf of {crossing!r} has got a history since it was sent: it was frozen "
+            "and then changed in place; send a copy of it"
+        )
+    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
+    try:
+        for leaf in frozen:
+            leaf.requires_grad_()
+        with torch.inference_mode(False):
+            output: Tensor = _made(_apply_send, crossing, *leaves)
+        return output
+    finally:
+        for leaf in frozen:
+            leaf.requires_grad_(False)
 
 
 def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
@@ -144,7 +209,7 @@ def _send_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
 def _recv_forward(ctx: Any, token: Tensor, crossing: Crossing, tensors: Any) -> Any:
     ctx.crossing = crossing
     ctx.set_materialize_grads(False)
-    return tensors[0] if len(tensors) == 1 else tensors
+    return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
 def _recv_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
@@ -170,7 +235,7 @@ _apply_recv = _function("RecvRpc", _recv_forward, _recv_backward)
 
 def _node_types() -> tuple[type, type, type]:
     crossing = Crossing(0, 0, 0, 1)
-    send, recv = make_send(crossing, [_TOKEN]), make_recv(crossing, [torch.empty(())])
+    send, recv = Send(crossing, [_TOKEN]), make_recv(crossing, [torch.empty(())])
     return type(send.node), type(recv.node), type(TOKEN.node)
 
 

@@ -7,35 +7,37 @@ in it, and answered in it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 from torch import Tensor
 
-from .service import Autograd
+from .checks import check_kinds
+from .contexts import Contexts, Numbers
 
 
 class Recording:
     """Records messages of one worker (a `Recorder` of `wire/cargo.py`)."""
 
-    def __init__(self, autograd: Autograd) -> None:
-        self._autograd = autograd
-        self._contexts = autograd.contexts
+    def __init__(self, contexts: Contexts, numbers: Numbers) -> None:
+        self._contexts = contexts
+        self._numbers = numbers
 
     def current(self) -> int:
         """The context of this thread; 0 for none."""
         context = self._contexts.current()
         return 0 if context is None else context.id
 
-    def run(self, number: int, handling: Callable[[], Any]) -> Any:
-        """Handle a message in its context."""
-        with self._contexts.entered(self._contexts.arrived(number)):
-            return handling()
-
     def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int | None:
-        """A message of a context leaves, with these tensors that need gradients; its mark."""
+        """A message of a context leaves, with these tensors that need gradients; its mark.
+
+        Raises:
+            TypeError: one of a kind that cannot be recorded.
+        """
         context = self._contexts.arrived(number)
-        mark = self._autograd.record_send(context, to, tensors) or 0
+        context.known.add(to)
+        mark = 0
+        if tensors and not context.is_released:
+            check_kinds(tensors)
+            mark = self._numbers.next()
+            context.add_send(mark, to, tensors)
         # Whoever is known by now will be told of its end. Others must not hear of it any more.
         return None if context.is_released else mark
 
@@ -44,4 +46,6 @@ class Recording:
     ) -> None:
         """A message of a context came, with these tensors that need gradients."""
         context = self._contexts.arrived(number)
-        self._autograd.record_recv(context, sender, mark or None, tensors)
+        context.known.add(sender)
+        if mark and tensors:
+            context.add_recv(mark, sender, tensors)

@@ -1,18 +1,16 @@
-"""The driver of distributed autograd on one worker: contexts, recording, passes.
+"""The driver of distributed autograd on one worker: contexts and passes.
 
-Recording is done by whoever sends and receives messages (`record_send`, `record_recv`); a pass on
-one worker is a `Part`. This file makes parts, finds them for the messages that arrive, and ends
+What messages carry is recorded as they are sent and received (`recording.py`); a pass on one
+worker is a `Part`. This file makes parts, finds them for the messages that arrive, and ends
 contexts everywhere.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
@@ -22,7 +20,7 @@ from ..rpc.agent import Agent
 from ..rpc.futures import CallFuture
 from ..threads import Executor
 from . import anomaly
-from .checks import check_call, check_history, check_kinds, check_roots
+from .checks import check_call, check_history, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .direct import DirectPasses
 from .engine import Start, profiled
@@ -60,6 +58,22 @@ _FOR_EVER = 0.0  # a backward may take its time; a lost worker is noticed
 _PATIENCE = 10.0  # seconds until a release that is not answered is said again
 
 
+class Session:
+    """A new context for a block. Not a generator: those take longer than the rest."""
+
+    __slots__ = ("_autograd", "_number")
+
+    def __init__(self, autograd: Autograd) -> None:
+        self._autograd = autograd
+
+    def __enter__(self) -> int:
+        self._number = self._autograd.new_context().id
+        return self._number
+
+    def __exit__(self, *error: object) -> None:
+        self._autograd.release(self._number)
+
+
 class Autograd:
     """Distributed autograd on one worker. `pickles`: errors may travel pickled."""
 
@@ -95,14 +109,9 @@ class Autograd:
         """
         return self.contexts.new()
 
-    @contextmanager
-    def context(self) -> Iterator[int]:
-        """A new context for a block; its id."""
-        context = self.new_context()
-        try:
-            yield context.id
-        finally:
-            self.release(context.id)
+    def context(self) -> Session:
+        """A new context for a block; gives its id."""
+        return Session(self)
 
     def release(self, context_id: int, told_by: int = -1) -> None:
         """End a context here, and soon on all workers that know it. Twice is fine."""
@@ -111,8 +120,9 @@ class Autograd:
             return
         for part in context.clear():
             part.released()
-        for worker in context.known - {self.me, told_by}:
-            self._releases.add(worker, context_id)
+        for worker in tuple(context.known):
+            if worker not in (self.me, told_by):
+                self._releases.add(worker, context_id)
 
     def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:
         """The gradients of this worker's leaves.
@@ -129,42 +139,6 @@ class Autograd:
             "num_current_backward_passes": sum(c.passes() for c in self.contexts),
             "num_autograd_contexts": len(self.contexts),
         }
-
-    # Recording
-
-    def record_send(
-        self, context: Context, to: int, tensors: Sequence[Tensor]
-    ) -> int | None:
-        """Note that tensors leave for a worker: the id to send along.
-
-        None: nothing to record, because none requires grad or gradients are switched off. Whoever
-        receives them is to record exactly those that require grad.
-
-        Raises:
-            TypeError: one of a kind that cannot be recorded.
-        """
-        context.known.add(to)
-        if not torch.is_grad_enabled():
-            return None
-        tensors = [tensor for tensor in tensors if tensor.requires_grad]
-        if not tensors or context.is_released:
-            return None
-        check_kinds(tensors)
-        number = self.numbers.next()
-        context.add_send(number, to, tensors)
-        return number
-
-    def record_recv(
-        self,
-        context: Context,
-        sender: int,
-        number: int | None,
-        tensors: Sequence[Tensor],
-    ) -> None:
-        """Note that tensors arrived: those that were recorded as sent with this id."""
-        context.known.add(sender)
-        if number is not None and tensors:
-            context.add_recv(number, sender, tensors)
 
     # Passes
 

@@ -36,7 +36,7 @@ from .runner import Later, Runner
 log = logging.getLogger("gradwire")
 
 Handler = Callable[[int, Any], Any]
-InContext = Callable[[int, Callable[[], Any]], Any]
+InContext = Callable[[int, Handler, int, Any], Any]
 
 
 class Directory(Protocol):
@@ -205,7 +205,7 @@ class Agent:
             self._patient.add(message)
 
     def run_in_context(self, run: InContext) -> None:
-        """Have messages that belong to a context handled by `run(context, handling)`."""
+        """Have messages of a context handled by `run(context, handler, sender, message)`."""
         self._in_context = run
 
     # Calls from others
@@ -260,11 +260,12 @@ class Agent:
 
     def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
         self.run_count += 1
-        message = after(frame, self._codec.open(frame, sender))
+        message = self._codec.open(frame, sender)
+        if frame.waits:
+            after(frame, message)
         handler = self._handlers[type(message)]
         if frame.scope and self._in_context is not None:
-            handling = partial(handler, sender, message)
-            return message, self._in_context(frame.scope, handling)
+            return message, self._in_context(frame.scope, handler, sender, message)
         return message, handler(sender, message)
 
     def _run_call(self, sender: int, call: Call) -> Any:

@@ -275,7 +275,8 @@ class Caller:
         finally:
             with self._lock:
                 del self._exchanging[number]
-            account(parcel.freight, arrived=arrived)
+            if parcel.freight:
+                account(parcel.freight, arrived=arrived)
 
     def _seconds(self, timeout: float | None) -> float:
         if timeout is None:

@@ -141,7 +141,7 @@ class StreamReader:
                 raise ProtocolError("frame in shared memory, but none is shared")
             area = self.segments.area(header.segment, header.bulk)
             self._traffic.received += header.bulk
-        kind, encoding, _, call, scope, mark, _, _ = header
+        _, kind, encoding, _, call, scope, mark, _, _ = header
         self.frames.append(Frame(kind, encoding, call, scope, body, area, mark))
 
 

@@ -197,10 +197,15 @@ class Codec:
         """
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            subject, values = decoder.decode(frame.body, frame.area)
-            if frame.scope and self._recorder is not None:
-                found = _recorded(values) if frame.mark else []
-                self._recorder.arrived(frame.scope, frame.mark, sender, found)
+            subject, values, traced = decoder.decode(frame.body, frame.area)
+            recorder = self._recorder if frame.scope else None
+            found = [values[i] for i in traced]
+            if recorder is None or not frame.mark:
+                for tensor in found:
+                    tensor.requires_grad_()
+                found = []
+            if recorder is not None:
+                recorder.arrived(frame.scope, frame.mark, sender, found)
             return self._from_values(frame.kind, subject, values)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
@@ -230,27 +235,30 @@ class Codec:
         return ProtocolError(f"unknown encoding {encoding}")
 
     def _from_values(self, kind: int, subject: Subject, values: list[Any]) -> Any:
-        if subject.kind != kind and not self._extends(kind, subject.kind):
-            raise ProtocolError(f"message {kind} with a signature of {subject.kind}")
-        if kind == RESULT and (subject.spread or len(values) == 1):
-            return Result(tuple(values) if subject.spread else values[0])
-        if subject.name is None:
+        of, name, keywords, modes, spread = subject
+        if of != kind and not self._extends(kind, of):
+            raise ProtocolError(f"message {kind} with a signature of {of}")
+        if kind == RESULT and (spread or len(values) == 1):
+            return Result(tuple(values) if spread else values[0])
+        if kind == CALL and name is not None and not keywords:
+            return Call(name, tuple(values), {}, modes)
+        if name is None:
             last = self._spread.get(kind)
             if last is not None:
                 values[last:] = [tuple(values[last:])]
             return self._from_fields(kind, tuple(values))
         ids = () if kind == CALL or not values else values.pop(0)
-        count = len(values) - len(subject.keywords)
+        count = len(values) - len(keywords)
         if count < 0:
             raise ProtocolError(f"message {kind} with more names than values")
-        kwargs = dict(zip(subject.keywords, values[count:], strict=True))
+        kwargs = dict(zip(keywords, values[count:], strict=True))
         args = tuple(values[:count])
         if kind == CALL:
-            return Call(subject.name, args, kwargs, subject.modes)
+            return Call(name, args, kwargs, modes)
         message = self._types.get(kind)
         if message is None or not issubclass(message, Call) or not _are_ids(ids):
             raise ProtocolError(f"message {kind} is no call, or its numbers are none")
-        return message(subject.name, args, kwargs, subject.modes, ids)
+        return message(name, args, kwargs, modes, ids)
 
     def _extends(self, kind: int, other: int) -> bool:
         """Whether one kind of message is another, and more."""

@@ -135,6 +135,7 @@ class Limits(NamedTuple):
 class Header(NamedTuple):
     """The fields of a header, checked."""
 
+    version: int
     kind: int
     encoding: int
     body: int
@@ -151,10 +152,11 @@ def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Heade
     Raises:
         ProtocolError: it is not one, or announces more than the limits allow.
     """
-    version, *fields = HEADER.unpack_from(data, at)
-    header = Header(*fields)
-    if version != VERSION:
-        raise ProtocolError(f"frame of version {version}, this is version {VERSION}")
+    header = Header._make(HEADER.unpack_from(data, at))
+    if header.version != VERSION:
+        raise ProtocolError(
+            f"frame of version {header.version}, this is version {VERSION}"
+        )
     if header.body > limits.body:
         raise ProtocolError(f"body of {header.body} bytes, the limit is {limits.body}")
     if header.bulk > limits.bulk:

@@ -11,7 +11,6 @@ the module's globals over there, as programs with a server's state in a global e
 from __future__ import annotations
 
 import hashlib
-import importlib
 import sys
 import types
 from pathlib import Path
@@ -63,7 +62,8 @@ def resolve(name: str) -> Any:
     """
     module, _, qualname = name.partition(":")
     try:
-        obj: Any = importlib.import_module(module)  # waits if it is just being imported
+        __import__(module)  # waits if it is just being imported
+        obj: Any = sys.modules[module]
     except (ImportError, ValueError, TypeError) as error:  # or no name of a module
         raise LookupError(f"no module {module!r} here ({error})") from error
     for part in qualname.split("."):

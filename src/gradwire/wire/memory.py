@@ -26,6 +26,11 @@ class _Arrays(dict[int, Any]):
 _arrays = _Arrays()
 
 
+def array(length: int) -> Any:
+    """The type of so many bytes; `array(n).from_address(there).raw` are those at an address."""
+    return _arrays[length]
+
+
 def read(tensor: torch.Tensor, length: int) -> bytes:
     """A copy of the first `length` bytes at the tensor's address."""
     if not length:
