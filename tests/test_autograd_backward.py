@@ -377,9 +377,9 @@ def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
         first, _ = world.transfer(0, 1, context, [x, y])
         original = world[1].ask
 
-        def ask(to: int, message: Any, is_over: Any) -> Any:
+        def ask(to: int, message: Any, *others: Any) -> Any:
             lacking = dataclasses.replace(message, gradients=message.gradients[:-1])
-            return original(to, lacking, is_over)
+            return original(to, lacking, *others)
 
         world[1].ask = ask  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="lacks gradients that are not void"):

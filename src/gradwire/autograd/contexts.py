@@ -126,8 +126,9 @@ class Context:
     def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Gradients of one leaf add up. Those that were handed out are left alone."""
         with self.lock:
-            before = self.gradients.get(leaf)
-            self.gradients[leaf] = add(before, gradient)
+            before = self.gradients.setdefault(leaf, gradient)
+            if before is not gradient:
+                self.gradients[leaf] = add(before, gradient)
 
     def clear(self) -> list[Part]:
         """Let go of everything; the passes that were under way."""

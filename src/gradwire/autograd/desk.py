@@ -24,5 +24,14 @@ class Desk(Protocol):
     def tell(self, to: int, message: Any) -> None:
         """Send a message whose answer nobody needs."""
 
-    def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
-        """Send a message and wait for its answer, or until it is not wanted any more."""
+    def ask(
+        self,
+        to: int,
+        message: Any,
+        is_over: Callable[[], bool],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
+        """Send a message and wait for its answer, or until it is not wanted any more.
+
+        `meanwhile`: what may be done while others work; it may be left out.
+        """

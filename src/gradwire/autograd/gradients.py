@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +24,33 @@ from .messages import ACCUMULATE, CREATE
 _NOBODY_ELSE = 2  # references to what a list holds: its own and the one that looks
 
 
+class Leaf(NamedTuple):
+    """A leaf, and the hooks of its node."""
+
+    tensor: Tensor
+    before: hooks.Hooks
+    after: hooks.Hooks
+
+
+def look_at(nodes: Iterable[Any]) -> list[Leaf]:
+    """The leaves behind these nodes, as they are now."""
+    return [Leaf(n.variable, hooks.before(n), hooks.after(n)) for n in nodes]
+
+
 def keep(
-    context: Context, nodes: Iterable[Any], captured: list[Tensor | None], flags: int
+    context: Context,
+    leaves: Sequence[Leaf],
+    captured: list[Tensor | None],
+    flags: int,
 ) -> None:
-    """Add what the engine captured for these nodes to the context. Empties the list."""
+    """Add what the engine captured for these leaves to the context. Empties the list."""
     shared = _shared_storages(captured) if len(captured) > 1 else ()
-    for index, node in enumerate(nodes):
+    for index, (leaf, before, after) in enumerate(leaves):
         is_ours = sys.getrefcount(captured[index]) <= _NOBODY_ELSE
         gradient, captured[index] = captured[index], None
         if gradient is None:
             continue
-        leaf = node.variable
-        for hook in hooks.before(node):
+        for hook in before:
             changed = hook((gradient,))
             if changed is not None:
                 (gradient,) = changed if isinstance(changed, tuple) else (changed,)
@@ -43,13 +58,13 @@ def keep(
         if gradient is None:
             continue
         if not flags & CREATE:
-            is_ours = is_ours and place(gradient) not in shared
+            is_ours = is_ours and not (shared and place(gradient) in shared)
             gradient = gradient.detach() if gradient.requires_grad else gradient
             gradient = _own(leaf, gradient, is_ours=is_ours)
         context.add_gradient(leaf, gradient)
         if flags & ACCUMULATE:
             _accumulate(context, leaf, gradient)
-        for hook in hooks.after(node):
+        for hook in after:
             hook((), (gradient,))
 
 

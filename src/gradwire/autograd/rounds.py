@@ -14,6 +14,7 @@ from ..rpc.futures import CallFuture
 from . import deliveries, engine, messages
 from .contexts import Context, unknown
 from .desk import Desk
+from .gradients import Leaf
 from .mail import Ended
 from .messages import Failed, Plain, Trip
 from .strands import Found, Strand, Strands
@@ -64,6 +65,7 @@ class Round:
     """What one thread does in a direct pass: it runs what it was given, and sees to the rest."""
 
     __slots__ = (
+        "_ahead",
         "_answers",
         "_asked",
         "_asker",
@@ -89,7 +91,8 @@ class Round:
         self._record = record
         self._trip = trip
         self._asker = asker
-        self._ready: list[tuple[Strand, list[Tensor | None]]] = []
+        self._ahead: dict[int, list[Leaf]] = {}  # what strands have seen to
+        self._ready: list[tuple[int, Strand, list[Tensor | None]]] = []
         self._leaving: dict[int, list[Plain]] = {}
         self._asked: list[int] = []  # workers that owe an answer
         self._answers: SimpleQueue[tuple[int, CallFuture]] | None = None
@@ -128,15 +131,16 @@ class Round:
                 self.parked.add(self._desk.me)
             else:
                 record.ran.add(number)
-                self._ready.append((strand, list(gradients)))
+                self._ready.append((number, strand, list(gradients)))
 
     def _go_on(self) -> None:
         """Run what is ready, and what follows from it, here and elsewhere."""
         flags = self._trip.about.flags
         while True:
             while self._ready:
-                strand, gradients = self._ready.pop()
-                found = strand.run(self._context, gradients, flags)
+                number, strand, gradients = self._ready.pop()
+                ahead = self._ahead.pop(number, None)
+                found = strand.run(self._context, gradients, flags, ahead)
                 if found:
                     self._sort(found)
             leaving = self._leaving
@@ -176,9 +180,15 @@ class Round:
         message = messages.direct(self._trip, leaving)
         self._asked.append(to)
         try:
-            return to, self._desk.ask(to, message, self._is_over)
+            return to, self._desk.ask(to, message, self._is_over, self._look_ahead)
         except CallTimeout:
             self._stop()
+
+    def _look_ahead(self) -> None:
+        """Do what can be done while others are at work."""
+        for number, strand in self._record.strands.bare():
+            if number not in self._record.ran:
+                self._ahead[number] = strand.look_ahead()
 
     def _post(self, to: int, leaving: Sequence[Plain]) -> None:
         if self._answers is None:

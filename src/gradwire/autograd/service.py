@@ -250,8 +250,14 @@ class Autograd:
         except Exception:  # noqa: BLE001 it is gone, and so is its part
             pass
 
-    def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
-        return self._calls.ask(to, message, _FOR_EVER, is_over)
+    def ask(
+        self,
+        to: int,
+        message: Any,
+        is_over: Callable[[], bool],
+        meanwhile: Callable[[], None] | None = None,
+    ) -> Any:
+        return self._calls.ask(to, message, _FOR_EVER, is_over, meanwhile)
 
     # What others say
 

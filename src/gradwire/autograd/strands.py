@@ -14,11 +14,11 @@ from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import engine, hooks, replicas
 from .contexts import Context
-from .gradients import keep
+from .gradients import Leaf, keep, look_at
 from .graph import SMALL, walk
 from .nodes import Crossing, Gradients, Send
 
@@ -27,27 +27,18 @@ Found = list[tuple[Crossing, Gradients]]
 
 
 class Strand:
-    """What one source reaches: leaves and recvs, given by their nodes.
+    """What one source reaches: leaves and recvs, given by their nodes."""
 
-    `ends`: where gradients go in. `is_bare`: there is nothing between these and leaves.
-    """
-
-    __slots__ = ("_ends", "_inputs", "_is_bare", "_leaves", "contexts", "recvs")
+    __slots__ = ("_ends", "_inputs", "_leaves", "contexts", "recvs")
 
     def __init__(
-        self,
-        ends: Sequence[Any],
-        leaves: Collection[Any],
-        recvs: Sequence[Any],
-        *,
-        is_bare: bool = False,
+        self, ends: Sequence[Any], leaves: Collection[Any], recvs: Sequence[Any]
     ) -> None:
         self.recvs: list[Crossing] = []
         self.contexts: set[int] = set()
         """Those in which what it begins with arrived; one, if all is right."""
-        self._ends = ends
+        self._ends = ends  # where gradients go in
         self._leaves = leaves
-        self._is_bare = is_bare
         inputs = [GradientEdge(node, 0) for node in leaves] if leaves else []
         for node in recvs:
             crossing = node.crossing
@@ -57,17 +48,22 @@ class Strand:
                 inputs.append(GradientEdge(node, index))
         self._inputs = tuple(inputs)
 
+    def look_ahead(self) -> list[Leaf]:
+        """What can be seen to before the gradients come, for `run`."""
+        return []
+
     def run(
-        self, context: Context, gradients: list[Tensor | None], flags: int
+        self,
+        context: Context,
+        gradients: list[Tensor | None],
+        flags: int,
+        ahead: list[Leaf] | None = None,
     ) -> Found:
         """Run it, and keep the gradients of its leaves; those of its recvs. Empties the list.
 
         Raises:
             Exception: whatever a backward or a hook raises.
         """
-        if self._is_bare and not _are_hooked(self._leaves):
-            keep(context, [node for node, *_ in self._ends], gradients, flags)
-            return []
         ends, given = [], []
         for end, gradient in zip(self._ends, gradients, strict=True):
             if gradient is not None:
@@ -96,13 +92,36 @@ class Strand:
         if count:
             of_leaves = list(captured[:count])
             del captured  # what nobody else has need not be copied
-            keep(context, self._leaves, of_leaves, flags)
+            keep(context, look_at(self._leaves), of_leaves, flags)
         return found
 
 
-def _are_hooked(leaves: Collection[Any]) -> bool:
-    """Whether leaves, given by their nodes, have hooks that the engine would call."""
-    return bool([node for node in leaves if node.variable._backward_hooks])
+class BareStrand(Strand):
+    """Leaves that were sent as they are, each once: that needs no engine."""
+
+    __slots__ = ("_send",)
+
+    def __init__(self, send: Send) -> None:
+        super().__init__((), (), ())
+        self._send = send
+
+    def look_ahead(self) -> list[Leaf]:
+        return look_at([node for node, _ in self._send.edges])
+
+    def run(
+        self,
+        context: Context,
+        gradients: list[Tensor | None],
+        flags: int,
+        ahead: list[Leaf] | None = None,
+    ) -> Found:
+        leaves = self.look_ahead() if ahead is None else ahead
+        if not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:
+            keep(context, leaves, gradients, flags)
+            return []
+        edges = self._send.edges
+        strand = Strand(edges, {node for node, _ in edges}, ())
+        return strand.run(context, gradients, flags)
 
 
 class Strands:
@@ -113,35 +132,42 @@ class Strands:
         """What they were found for."""
         self._owner: dict[Any, int] = {}
         self._strands: dict[int, Strand] = {}
-        self._leaves: set[Any] = set()
-        self._shared: set[Any] = set()  # the leaves that several sends reach
+        self._leaves: dict[int, Tensor] = {}
+        self._shared: dict[int, Tensor] = {}  # the leaves that several sends reach
         self._contexts = {context}  # those in which something in it arrived
 
     def add(self, send: Send) -> None:
         """Have one more."""
-        number, size = send.crossing.id, len(self._owner)
+        number = send.crossing.id
         self.sends[number] = send
-        if size > SMALL:
+        if send.leaves:
+            leaves = {id(leaf): leaf for leaf in send.leaves}
+            if len(leaves) == len(send.leaves):
+                self._strands[number] = BareStrand(send)
+                self._note(leaves)
+                return
+        if len(self._owner) > SMALL:
             return
-        leaves, recvs, links = walk(send.node, number, self._owner, SMALL)
+        nodes, recvs, links = walk(send.node, number, self._owner, SMALL)
+        self._note(_leaves_of(nodes))
+        for other in links:
+            self._strands.pop(other, None)
+        if not links:
+            strand = Strand(send.edges, nodes, recvs)
+            self._strands[number] = strand
+            self._contexts |= strand.contexts
+
+    def _note(self, leaves: dict[int, Tensor]) -> None:
         if leaves:
-            self._shared |= self._leaves & leaves
-            self._leaves |= leaves
-        if links:
-            for other in links:
-                self._strands.pop(other, None)
-            return
-        ends = send.node.next_functions
-        is_bare = len(self._owner) == size + 1 and len(leaves) == len(ends)
-        strand = Strand(ends, leaves, recvs, is_bare=is_bare)
-        self._strands[number] = strand
-        self._contexts |= strand.contexts
+            known = self._leaves
+            self._shared |= {n: leaf for n, leaf in leaves.items() if n in known}
+            known |= leaves
 
     def are_simple(self) -> bool:
         """Whether they can be run one by one, as far as size and leaves are concerned."""
         if len(self._owner) > SMALL or len(self._contexts) > 1 or replicas.known():
             return False
-        return not self._shared or not any(map(replicas.is_joint, self._shared))
+        return not self._shared or not _is_any_joint(self._shared.values())
 
     def get(self, number: int) -> Strand | None:
         """The strand of a send; None: it is not that simple."""
@@ -151,23 +177,41 @@ class Strands:
         crossings = (*strand.recvs, self.sends[number].crossing)
         return None if _have_hooks(crossings) else strand
 
+    def bare(self) -> Iterable[tuple[int, Strand]]:
+        """Those that something can be seen to ahead of their gradients, by their sends."""
+        strands = self._strands.items()
+        return [(n, strand) for n, strand in strands if type(strand) is BareStrand]
+
     def of_roots(self, roots: Sequence[Tensor]) -> Strand | None:
         """What roots reach, as one strand; None: it is not that simple."""
         owner: dict[Any, int] = {}
-        leaves: set[Any] = set()
+        nodes: set[Any] = set()
         recvs: list[Any] = []
         for root in roots:
             more, found, _ = walk(root.grad_fn, 0, owner, SMALL)
-            leaves |= more
+            nodes |= more
             recvs += found
         if len(owner) > SMALL or not owner.keys().isdisjoint(self._owner):
             return None
-        if leaves and any(map(replicas.is_joint, leaves & self._leaves)):
-            return None
-        strand = Strand((), leaves, recvs)
+        if nodes:
+            leaves = _leaves_of(nodes)
+            shared = [leaf for n, leaf in leaves.items() if n in self._leaves]
+            if shared and _is_any_joint(shared):
+                return None
+        strand = Strand((), nodes, recvs)
         if not strand.contexts <= self._contexts or _have_hooks(strand.recvs):
             return None
         return strand
+
+
+def _leaves_of(nodes: Iterable[Any]) -> dict[int, Tensor]:
+    leaves = [node.variable for node in nodes]
+    return {id(leaf): leaf for leaf in leaves}
+
+
+def _is_any_joint(leaves: Iterable[Tensor]) -> bool:
+    nodes = [get_gradient_edge(leaf).node for leaf in leaves]
+    return any(map(replicas.is_joint, nodes))
 
 
 def _have_hooks(crossings: Iterable[Crossing]) -> bool:

@@ -16,7 +16,7 @@ from torch import Tensor
 from . import anomaly, engine
 from .contexts import Context
 from .engine import Job, Start
-from .gradients import keep, keep_accumulated, kept_so_far
+from .gradients import keep, keep_accumulated, kept_so_far, look_at
 from .graph import Segment, cut
 from .messages import ANOMALY, QUIET
 from .nodes import Crossing, Gradients, Run
@@ -117,7 +117,7 @@ class Work:
         job = Job(roots, segment, start.wanted, self._flags, given)
         found = engine.execute(job, run)
         if found.leaves:
-            keep(self._context, segment.leaves, found.leaves, self._flags)
+            keep(self._context, look_at(segment.leaves), found.leaves, self._flags)
         for index, gradient in enumerate(found.wanted):
             if gradient is not None:
                 with self._lock:
@@ -138,7 +138,8 @@ class Work:
             or replicated(nodes)
         ):
             return False
-        keep(self._context, nodes, list(given.pop(send.crossing.id)), self._flags)
+        gradients = list(given.pop(send.crossing.id))
+        keep(self._context, look_at(nodes), gradients, self._flags)
         return True
 
 

@@ -173,14 +173,16 @@ class Agent:
         message: Any,
         timeout: float | None = None,
         is_over: Callable[[], bool] | None = None,
+        meanwhile: Callable[[], object] | None = None,
     ) -> Any:
-        """Send an upper layer's message; its answer.
+        """Send an upper layer's message; its answer. `meanwhile` is called where that helps.
 
         Raises:
             CallTimeout: in time; or it `is_over`: soon after the answer is not wanted any more.
         """
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
+        parcel.meanwhile = meanwhile
         return self.caller.ask(peer, parcel, type(message), timeout, is_over)
 
     def handle(
