@@ -118,7 +118,7 @@ class Round:
 
     def _take(self, sender: int, arrived: Iterable[Plain]) -> None:
         record = self._record
-        if record.has_failed or self._context.is_released:
+        if self._is_over():
             self._stop()
         is_simple = record.is_simple and self._trip.depth < _DEEPEST
         for number, gradients in arrived:
@@ -143,6 +143,8 @@ class Round:
                 found = strand.run(self._context, gradients, flags, ahead)
                 if found:
                     self._sort(found)
+            if self._is_over():
+                self._stop()
             leaving = self._leaving
             if not leaving and not self._asked:
                 return
@@ -159,8 +161,6 @@ class Round:
     def _sort(self, found: Found) -> None:
         """See where the gradients of recvs have to go."""
         me = self._desk.me
-        if self._is_over():
-            self._stop()
         for recv, gradients in found:
             if all(gradient is None for gradient in gradients):
                 continue

@@ -10,11 +10,11 @@ still running; and what a pass costs besides does not matter there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge
 
 from . import engine, hooks, replicas
 from .contexts import Context
@@ -132,8 +132,9 @@ class Strands:
         """What they were found for."""
         self._owner: dict[Any, int] = {}
         self._strands: dict[int, Strand] = {}
-        self._leaves: dict[int, Tensor] = {}
-        self._shared: dict[int, Tensor] = {}  # the leaves that several sends reach
+        # Leaves, each with its node or a send of it; those that several sends reach.
+        self._leaves: dict[int, Any] = {}
+        self._shared: dict[int, Any] = {}
         self._contexts = {context}  # those in which something in it arrived
 
     def add(self, send: Send) -> None:
@@ -141,7 +142,7 @@ class Strands:
         number = send.crossing.id
         self.sends[number] = send
         if send.leaves:
-            leaves = {id(leaf): leaf for leaf in send.leaves}
+            leaves: dict[int, Any] = {id(leaf): send for leaf in send.leaves}
             if len(leaves) == len(send.leaves):
                 self._strands[number] = BareStrand(send)
                 self._note(leaves)
@@ -157,7 +158,7 @@ class Strands:
             self._strands[number] = strand
             self._contexts |= strand.contexts
 
-    def _note(self, leaves: dict[int, Tensor]) -> None:
+    def _note(self, leaves: dict[int, Any]) -> None:
         if leaves:
             known = self._leaves
             self._shared |= {n: leaf for n, leaf in leaves.items() if n in known}
@@ -167,7 +168,7 @@ class Strands:
         """Whether they can be run one by one, as far as size and leaves are concerned."""
         if len(self._owner) > SMALL or len(self._contexts) > 1 or replicas.known():
             return False
-        return not self._shared or not _is_any_joint(self._shared.values())
+        return not self._shared or not _is_any_joint(self._shared)
 
     def get(self, number: int) -> Strand | None:
         """The strand of a send; None: it is not that simple."""
@@ -195,7 +196,7 @@ class Strands:
             return None
         if nodes:
             leaves = _leaves_of(nodes)
-            shared = [leaf for n, leaf in leaves.items() if n in self._leaves]
+            shared = {n: node for n, node in leaves.items() if n in self._leaves}
             if shared and _is_any_joint(shared):
                 return None
         strand = Strand((), nodes, recvs)
@@ -204,14 +205,19 @@ class Strands:
         return strand
 
 
-def _leaves_of(nodes: Iterable[Any]) -> dict[int, Tensor]:
-    leaves = [node.variable for node in nodes]
-    return {id(leaf): leaf for leaf in leaves}
+def _leaves_of(nodes: Iterable[Any]) -> dict[int, Any]:
+    return {id(node.variable): node for node in nodes}
 
 
-def _is_any_joint(leaves: Iterable[Tensor]) -> bool:
-    nodes = [get_gradient_edge(leaf).node for leaf in leaves]
-    return any(map(replicas.is_joint, nodes))
+def _is_any_joint(leaves: Mapping[int, Any]) -> bool:
+    return any(replicas.is_joint(_node(*leaf)) for leaf in leaves.items())
+
+
+def _node(leaf: int, known: Any) -> Any:
+    """The node of a leaf."""
+    if type(known) is not Send:
+        return known
+    return next(node for node, _ in known.edges if id(node.variable) == leaf)
 
 
 def _have_hooks(crossings: Iterable[Crossing]) -> bool:
