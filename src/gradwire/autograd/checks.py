@@ -18,7 +18,7 @@ def check_call(name: str, context_id: Any, tensors: Any) -> None:
     """
     is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
     is_list = isinstance(tensors, (list, tuple))
-    if not is_id or not is_list or not all(isinstance(t, Tensor) for t in tensors):
+    if not is_id or not is_list or [t for t in tensors if not isinstance(t, Tensor)]:
         raise TypeError(
             f"{name}(): incompatible function arguments: give the id of a context and a "
             f"list of tensors, not {context_id!r} and {tensors!r}"

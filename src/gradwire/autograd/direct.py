@@ -22,7 +22,6 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradwireError
-from . import engine
 from .contexts import Context, Contexts, owner, unknown
 from .desk import Desk
 from .failures import describe
@@ -59,7 +58,7 @@ class DirectPasses:
             Failing: it failed; the cause is the error, if that was here.
             GradwireError: the context is over.
         """
-        if about.flags & ~_PLAIN or engine.is_profiled():
+        if about.flags & ~_PLAIN:
             return None
         record = self._join(context, about.number, about.number)
         assert record is not None

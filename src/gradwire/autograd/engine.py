@@ -15,7 +15,7 @@ place. So with `_profiler_enabled`: without it, every pass would pay for being r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +27,6 @@ from .graph import Segment
 from .messages import CREATE, QUIET, RETAIN
 from .nodes import TOKEN, Crossing, Gradients, Run, here
 
-_NOT_PROFILED = nullcontext()
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 
 
@@ -70,8 +69,8 @@ def is_profiled() -> bool:
 
 
 def profiled(name: str) -> AbstractContextManager[Any]:
-    """Have the profiler show a block, if it runs."""
-    return torch.profiler.record_function(name) if is_profiled() else _NOT_PROFILED
+    """Have the profiler show a block."""
+    return torch.profiler.record_function(name)
 
 
 def is_inside() -> bool:

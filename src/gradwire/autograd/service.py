@@ -23,7 +23,7 @@ from . import anomaly
 from .checks import check_call, check_history, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .direct import DirectPasses
-from .engine import Start, profiled
+from .engine import Start, is_profiled, profiled
 from .failures import describe, revive, to_raise
 from .messages import (
     ABORT,
@@ -162,14 +162,17 @@ class Autograd:
         context = self.contexts.get(context_id)
         check_roots(roots)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
-        flags |= anomaly.flags()
-        about = About(context.id, self._passes.next(), flags)
-        with profiled("torch::distributed::autograd::backward"):
-            parked = self._lead_directly(context, about, roots)
-            if parked is None:
-                self._lead(context, about, Start(roots, [None] * len(roots)))
-            elif parked:
-                self._lead(context, about, Start(parked=parked))
+        about = About(context.id, self._passes.next(), flags | anomaly.flags())
+        with_roots = Start(roots, [None] * len(roots))
+        if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
+            with profiled("torch::distributed::autograd::backward"):
+                self._lead(context, about, with_roots)
+            return
+        parked = self._lead_directly(context, about, roots)
+        if parked is None:
+            self._lead(context, about, with_roots)
+        elif parked:
+            self._lead(context, about, Start(parked=parked))
 
     def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         self,
