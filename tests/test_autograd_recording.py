@@ -4,15 +4,19 @@ import asyncio
 import gc
 import threading
 import weakref
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 
+import gradwire as gw
 from autograd_world import autograds, doubles
 from gradwire.autograd.contexts import Context, Contexts, Memory, owner
 from gradwire.autograd.graph import cut
 from gradwire.autograd.nodes import Crossing, Recv, Send, make_recv
 from gradwire.errors import GradwireError
+from gradwire.testing import World
 
 PREFIX = "torch::distributed::autograd::"
 
@@ -93,6 +97,136 @@ def test_a_send_lets_its_graph_go_with_it() -> None:
         assert gone() is None
     finally:
         gc.enable()
+
+
+# Sends of leaves, whose nodes are made late
+
+
+def leaves(count: int) -> list[torch.Tensor]:
+    return [torch.ones(3, requires_grad=True) for _ in range(count)]
+
+
+def variables(sent: Send) -> list[torch.Tensor]:
+    assert {node.name() for node, _ in sent.edges} == {
+        "torch::autograd::AccumulateGrad"
+    }
+    assert sent.edges == sent.node.next_functions
+    return [node.variable for node, _ in sent.edges]
+
+
+def are_same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return list(map(id, some)) == list(map(id, others))
+
+
+def test_the_node_of_a_send_of_leaves_is_made_once_when_asked_for() -> None:
+    given = leaves(2)
+    sent = send(*given)
+    assert are_same(list(sent.leaves), given)
+    assert sent.node.name() == PREFIX + "SendRpcBackward"
+    assert sent.node.crossing is sent.crossing
+    assert sent.node is sent.output.grad_fn
+    assert are_same(variables(sent), given)
+    assert sent.leaves == ()
+
+
+def test_the_node_of_tensors_with_a_history_is_made_at_once() -> None:
+    made = leaves(1)[0] * 2
+    before = made.grad_fn
+    sent = send(made)
+    made.mul_(3)
+    assert sent.leaves == ()
+    assert sent.edges == ((before, 0),)
+
+
+def test_a_late_node_is_the_same_when_its_leaf_was_changed_in_place() -> None:
+    given = leaves(1)
+    sent = send(*given)
+    with torch.no_grad():
+        given[0].mul_(2)
+    given[0].data = torch.zeros(5)
+    assert are_same(variables(sent), given)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_late_node_is_the_same_in_any_mode(mode: Callable[[], Any]) -> None:
+    given = leaves(1)
+    sent = send(*given)
+    with mode():
+        assert are_same(variables(sent), given)
+
+
+def test_a_leaf_that_was_frozen_after_it_was_sent_stays_so() -> None:
+    given = leaves(2)
+    sent = send(*given)
+    given[0].requires_grad_(False)
+    assert are_same(variables(sent), given)
+    assert [leaf.requires_grad for leaf in given] == [False, True]
+
+
+def test_a_leaf_that_has_a_history_by_now_is_refused() -> None:
+    given = leaves(1)
+    sent = send(*given)
+    given[0].requires_grad_(False).mul_(leaves(1)[0])
+    with pytest.raises(RuntimeError, match="has got a history since it was sent"):
+        _ = sent.node
+
+
+def test_anomaly_mode_notes_where_a_send_was_made() -> None:
+    with torch.autograd.set_detect_anomaly(True):
+        sent = send(*leaves(1))
+    assert "test_anomaly_mode_notes" in "".join(sent.node.metadata["traceback_"])
+
+
+def test_late_nodes_keep_the_places_of_their_sends() -> None:
+    context = Context(7)
+    (leaf,) = leaves(1)
+    kinds = [leaf, leaf * 2, leaf, leaf * 3, leaf]
+    sends = [context.add_send(k, 1, [tensor]) for k, tensor in enumerate(kinds)]
+    numbers = [sent.node._sequence_nr() for sent in reversed(sends)]
+    assert numbers == [5, 4, 3, 2, 1]
+
+
+def test_threads_that_ask_at_once_get_the_same_node() -> None:
+    for _ in range(20):
+        sent, together = send(*leaves(1)), threading.Barrier(4)
+        found: list[object] = []
+
+        def ask(sent: Send = sent, together: threading.Barrier = together) -> None:
+            together.wait()
+            found.append(sent.node)  # noqa: B023 read when all have ended
+
+        threads = [threading.Thread(target=ask) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert found == [sent.node] * 4
+
+
+def test_a_hook_on_a_late_node_is_called_in_a_pass() -> None:
+    with World(2) as world, world.as_worker(0), gw.context() as ctx:
+        (x,) = leaves(1)
+        y = gw.rpc_sync("worker1", torch.exp, args=(x,))
+        (sent,) = world.workers[0].autograd.contexts.get(ctx).sends.values()
+        assert sent.leaves
+        assert not sent.crossing.is_hooked
+        called = []
+        sent.node.register_hook(lambda *_: called.append("after"))
+        sent.node.register_prehook(lambda *_: called.append("before"))
+        assert sent.crossing.is_hooked
+        gw.backward(ctx, [y.sum()])
+        assert called == ["before", "after"]
+        torch.testing.assert_close(gw.get_gradients(ctx)[x], x.exp().detach())
+
+
+def test_a_leaf_may_be_changed_between_its_sending_and_the_pass() -> None:
+    with World(2) as world, world.as_worker(0), gw.context() as ctx:
+        (x,) = leaves(1)
+        y = gw.rpc_sync("worker1", torch.exp, args=(x,))
+        with torch.no_grad():
+            x.mul_(5)
+        gw.backward(ctx, [y.sum()])
+        torch.testing.assert_close(gw.get_gradients(ctx)[x], torch.ones(3).exp())
 
 
 # Contexts

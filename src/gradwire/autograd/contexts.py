@@ -100,8 +100,7 @@ class Context:
         """What direct passes have done here, by number (`direct.py`)."""
         self.strands: Any = None
         """The graph as direct passes see it, when last looked at."""
-        self.ended = Memory()
-        """The passes that are not, any more, and who engaged us in them."""
+        self._ended: Memory | None = None
         self.is_released = False
 
     def __repr__(self) -> str:
@@ -109,6 +108,13 @@ class Context:
             f"<Context {self.id}: {len(self.sends)} sends, {len(self.recvs)} recvs, "
             f"{len(self.gradients)} gradients, {len(self.parts)} passes>"
         )
+
+    @property
+    def ended(self) -> Memory:
+        """The passes that are not under way any more, and who engaged us in them; with the lock."""
+        if self._ended is None:
+            self._ended = Memory()
+        return self._ended
 
     def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
         send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
@@ -202,6 +208,11 @@ class Contexts:
     def current(self) -> Context | None:
         context = self._current.get()
         return None if context is None or context.is_released else context
+
+    def current_id(self) -> int:
+        """0 for none."""
+        context = self._current.get()
+        return 0 if context is None or context.is_released else context.id
 
     @contextmanager
     def entered(self, context: Context | None) -> Iterator[None]:

@@ -19,11 +19,7 @@ class Recording:
     def __init__(self, contexts: Contexts, numbers: Numbers) -> None:
         self._contexts = contexts
         self._numbers = numbers
-
-    def current(self) -> int:
-        """The context of this thread; 0 for none."""
-        context = self._contexts.current()
-        return 0 if context is None else context.id
+        self.current = contexts.current_id
 
     def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int | None:
         """A message of a context leaves, with these tensors that need gradients; its mark.

@@ -67,7 +67,7 @@ class Session:
         self._autograd = autograd
 
     def __enter__(self) -> int:
-        self._number = self._autograd.new_context().id
+        self._number = self._autograd.contexts.new().id
         return self._number
 
     def __exit__(self, *error: object) -> None:

@@ -35,7 +35,7 @@ def spell(fork: int) -> str:
     return f"{maker_of(fork)}.{number_of(fork)}"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Create(Call):
     """Creator → owner: call this and keep the result. Answered when the function has returned.
 
@@ -43,12 +43,12 @@ class Create(Call):
     """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class CreateNow(Create):
     """Creator → owner: the same, but answered with the result, or what the function raised."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Invoke(Call):
     """Holder → owner: call this method of a value; ids: the value, the sender's fork."""
 

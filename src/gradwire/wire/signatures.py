@@ -30,6 +30,7 @@ Dump = Callable[[Any], bytes]
 Load = Callable[[Any], Any]
 Step = Callable[[Any, int, Any, Any], Any]
 
+_STRIDED = torch.strided
 _LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
@@ -102,8 +103,10 @@ class Encoder:
         parts[0] = known.prefix
         if data:
             parts.append(self._dump(data))
-        bulk = [Piece(o, t) for o, t in zip(known.offsets, large, strict=True)]
         body = b"".join(parts)
+        if not large:
+            return Parcel(subject.kind, self._encoding, body)
+        bulk = [Piece(o, t) for o, t in zip(known.offsets, large, strict=True)]
         return Parcel(subject.kind, self._encoding, body, bulk, known.bulk_length)
 
     def _look_up(
@@ -186,15 +189,16 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     it is complex, and negative only as the imaginary part of such a one, which has a stride of two
     and begins at an odd offset.
     """
+    dtype = tensor.dtype
     if not (
-        tensor.layout is torch.strided
+        tensor.layout is _STRIDED
         and tensor.is_cpu
         and tensor.is_contiguous()
-        and tensor.dtype in DTYPE_CODES
+        and dtype in DTYPE_CODES
         and not tensor.is_nested
     ):
         return False
-    if tensor.dtype.is_complex:
+    if dtype.is_complex:
         return not tensor.is_conj()
     return tensor.numel() > 1 or not tensor.storage_offset() or not tensor.is_neg()
 
