@@ -22,7 +22,9 @@ PREFIX = "torch::distributed::autograd::"
 
 
 def send(*tensors: torch.Tensor) -> Send:
-    return Send(Crossing(1, 0, 7, len(tensors)), tensors)
+    sent = Send(Crossing(1, 0, 7, len(tensors)), tensors)
+    sent.settle()
+    return sent
 
 
 def recv(*tensors: torch.Tensor) -> Recv:
@@ -129,7 +131,7 @@ def test_the_node_of_a_send_of_leaves_is_made_once_when_asked_for() -> None:
     assert sent.leaves == ()
 
 
-def test_the_node_of_tensors_with_a_history_is_made_at_once() -> None:
+def test_tensors_with_a_history_have_their_node_before_they_may_change() -> None:
     made = leaves(1)[0] * 2
     before = made.grad_fn
     sent = send(made)

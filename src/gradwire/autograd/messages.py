@@ -207,30 +207,35 @@ def unpack_followed(answer: Any) -> Followed | Failed:
 def _put_plain(
     facts: list[int], deliveries: Sequence[Plain]
 ) -> tuple[bytes, tuple[Any, ...]]:
-    """A delivery: the send; how many tensors; which get no gradient."""
+    """A delivery: the send; how many tensors; for each which of the gradients, or -1 for none.
+
+    One gradient may be that of several tensors, as those of a sum are.
+    """
     flat: list[Any] = []
+    places: dict[int, int] = {}
     for number, gradients in deliveries:
-        absent = [i for i, g in enumerate(gradients) if g is None]
-        facts += (number, len(gradients), len(absent), *absent)
-        flat += [g for g in gradients if g is not None] if absent else gradients
+        facts += (number, len(gradients))
+        for gradient in gradients:
+            if gradient is None:
+                facts.append(-1)
+                continue
+            place = places.setdefault(id(gradient), len(flat))
+            if place == len(flat):
+                flat.append(gradient)
+            facts.append(place)
     return array("q", facts).tobytes(), tuple(flat)
 
 
 def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> list[Plain]:
     deliveries: list[Plain] = []
-    start = 0
+    flat = (*flat, None)
     while at < len(facts):
-        number, count, absent = facts[at : at + 3]
-        at += 3
-        end = start + count - absent
-        gradients: list[Any] = list(flat[start:end])
-        if len(gradients) != end - start:
+        number, end = facts[at], at + 2 + facts[at + 1]
+        places = facts[at + 2 : end]
+        if end > len(facts) or min(places) < -1 or max(places) >= len(flat) - 1:
             raise ProtocolError(f"send {number} lacks gradients that are not void")
-        for _ in range(absent):
-            gradients.insert(facts[at], None)
-            at += 1
-        deliveries.append((number, gradients))
-        start = end
+        deliveries.append((number, [flat[place] for place in places]))
+        at = end
     return deliveries
 
 

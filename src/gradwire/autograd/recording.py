@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .checks import check_kinds
 from .contexts import Contexts, Numbers
+from .strands import strands_of
 
 
 class Recording:
@@ -36,6 +37,16 @@ class Recording:
             context.add_send(mark, to, tensors)
         # Whoever is known by now will be told of its end. Others must not hear of it any more.
         return None if context.is_released else mark
+
+    def sent(self, number: int, mark: int, is_idle: bool) -> None:
+        """The message with this mark has left."""
+        context = self._contexts.arrived(number)
+        send = context.sends.get(mark)
+        if send is not None:
+            send.settle()
+            if is_idle:
+                with context.lock:
+                    strands_of(context)
 
     def arrived(
         self, number: int, mark: int, sender: int, tensors: list[Tensor]

@@ -53,6 +53,7 @@ class CallerLane:
         station, stream = self._station, self.stream
         stream.writer.write(0, parcel, deadline)
         self.is_owed = True
+        parcel.settle(is_idle=True)
         if parcel.meanwhile is not None:
             parcel.meanwhile()
         with station.executor.waiting():
@@ -132,6 +133,7 @@ class ServerLane:
                 parcel = answer(peer, frame)
                 del frame  # its memory goes back before the caller goes on
                 stream.writer.write(0, parcel)
+                parcel.settle(is_idle=True)
                 del parcel
         except TimeoutError:
             with self._lock:

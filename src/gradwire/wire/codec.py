@@ -18,6 +18,7 @@ import dataclasses
 import pickle
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -122,7 +123,7 @@ class Codec:
         self._recorder = recorder
 
     def call(self, call: Call, manner: Manner) -> Parcel:
-        """A call as a parcel; also of a message of an upper layer that is one.
+        """A call as a parcel, to be settled; also of a message of an upper layer that is one.
 
         Raises:
             TypeError: an argument cannot be sent.
@@ -151,7 +152,7 @@ class Codec:
         return self._general(kind, fields, manner, context)
 
     def result(self, value: Any, manner: Manner, context: int = 0) -> Parcel:
-        """A result as a parcel, in the context of what it answers."""
+        """A result as a parcel, to be settled, in the context of what it answers."""
         if self._custom is None:
             spread = type(value) is tuple
             subject = Subject(RESULT, spread=spread)
@@ -296,6 +297,8 @@ class Codec:
         mark = self._recorder.leaving(context, manner.to, found)
         if mark is not None:
             parcel.scope, parcel.mark = context, mark
+            if mark:
+                parcel.unsettled = partial(self._recorder.sent, context, mark)
 
     def _general(
         self, kind: int, fields: tuple[Any, ...], manner: Manner, context: int = 0
