@@ -116,6 +116,10 @@ class Context:
             self._ended = Memory()
         return self._ended
 
+    def has_ended(self, number: int) -> bool:
+        """Whether a pass is not under way any more; with the lock."""
+        return self._ended is not None and number in self._ended
+
     def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
         send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
         with self.lock:

@@ -31,12 +31,20 @@ def make(
         if traced:
             link, linked = numbers.next(), tuple([i for i, _ in traced])
             context.add_send(link, recv.worker, [g for _, g in traced]).settle()
-    return recv.id, bare(gradients), link, linked
+    return recv.id, bare(gradients) or (None,) * recv.count, link, linked
 
 
-def bare(gradients: Gradients) -> Gradients:
-    """Gradients as they are sent."""
-    return tuple([None if g is None else _compact(g) for g in gradients])
+def bare(gradients: Gradients) -> Gradients | None:
+    """Gradients as they are sent; None: there are none."""
+    found: list[Tensor | None] = []
+    is_any = False
+    for gradient in gradients:
+        if gradient is None:
+            found.append(None)
+        else:
+            found.append(_compact(gradient))
+            is_any = True
+    return tuple(found) if is_any else None
 
 
 def _compact(gradient: Tensor) -> Tensor:

@@ -122,7 +122,7 @@ class DirectPasses:
                 raise unknown(context.id)
             record: Record | None = context.records.get(number)
             if record is None:
-                if number in context.ended:
+                if context.has_ended(number):
                     return None
                 if context.records:
                     context.forget_records(number, since)

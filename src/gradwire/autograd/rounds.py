@@ -162,10 +162,11 @@ class Round:
         """See where the gradients of recvs have to go."""
         me = self._desk.me
         for recv, gradients in found:
-            if all(gradient is None for gradient in gradients):
+            bare = deliveries.bare(gradients)
+            if bare is None:
                 continue
             self._record.gone.add(recv.id)
-            plain = (recv.id, deliveries.bare(gradients))
+            plain = (recv.id, bare)
             to = recv.worker
             if to == self._asker:
                 self.held.append(plain)

@@ -136,11 +136,13 @@ class Strands:
         self._leaves: dict[int, Any] = {}
         self._shared: dict[int, Any] = {}
         self._contexts = {context}  # those in which something in it arrived
+        self._has_replicas = False
 
     def add(self, send: Send) -> None:
         """Have one more."""
         number = send.crossing.id
         self.sends[number] = send
+        self._has_replicas = bool(replicas.known())
         if send.leaves:
             leaves: dict[int, Any] = {id(leaf): send for leaf in send.leaves}
             if len(leaves) == len(send.leaves):
@@ -166,7 +168,7 @@ class Strands:
 
     def are_simple(self) -> bool:
         """Whether they can be run one by one, as far as size and leaves are concerned."""
-        if len(self._owner) > SMALL or len(self._contexts) > 1 or replicas.known():
+        if len(self._owner) > SMALL or len(self._contexts) > 1 or self._has_replicas:
             return False
         return not self._shared or not _is_any_joint(self._shared)
 
@@ -195,6 +197,8 @@ class Strands:
         if len(owner) > SMALL or not owner.keys().isdisjoint(self._owner):
             return None
         if nodes:
+            if replicas.known():
+                return None
             leaves = _leaves_of(nodes)
             shared = {n: node for n, node in leaves.items() if n in self._leaves}
             if shared and _is_any_joint(shared):

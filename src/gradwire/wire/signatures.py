@@ -3,9 +3,10 @@
 A call whose arguments are contiguous CPU tensors, None and small plain data has a *signature*: the
 function's name, keyword names, modes, and dtype and shape of each tensor. Its bytes are computed
 once per signature here, and parsed once there, into steps that fetch the arguments. What follows
-the signature is raw: the small tensors' bytes, then the plain data. Results go the same way.
+the signature is raw: small tensors and short strings of bytes, then the plain data. Results go the
+same way.
 
-    body     length of the signature u32, signature (plain encoding), small tensors, data
+    body     length of the signature u32, signature (plain encoding), raw bytes, data
 
 Anything else takes the general way (`codec.py`); `encode` says so by returning None.
 """
@@ -35,6 +36,7 @@ _LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
 _MAX_SIGNATURE = 4096
+_MAX_RAW = 256  # bytes of a string of bytes
 _MAX_REMEMBERED = 4096
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 
@@ -58,6 +60,11 @@ class _Known:
     offsets: list[int]
     bulk_length: int
 
+    def with_bulk(self, parcel: Parcel, tensors: list[torch.Tensor]) -> Parcel:
+        parcel.bulk = [Piece(*p) for p in zip(self.offsets, tensors, strict=True)]
+        parcel.bulk_length = self.bulk_length
+        return parcel
+
 
 class Encoder:
     """Remembers the signatures sent."""
@@ -80,16 +87,18 @@ class Encoder:
                     return None
                 key += (value.dtype, value.shape, value.requires_grad)
                 length = value.nbytes
-                storage = value.untyped_storage().data_ptr()
-                if length and not storage:
+                storages.append(value.untyped_storage().data_ptr())
+                if length and not storages[-1]:
                     return None  # freed: the general way says so
-                storages.append(storage)
                 if length > INLINE:
                     large.append(value.detach().view(-1))
                 else:
                     parts.append(memory.read(value, length))
             elif value is None:
                 key.append(None)
+            elif type(value) is bytes and _is_raw(value):
+                key.append(len(value))
+                parts.append(value)
             elif type(value) in _BASIC or _is_small(value, _MAX_DEPTH):
                 key.append(0)
                 data.append(value)
@@ -103,11 +112,8 @@ class Encoder:
         parts[0] = known.prefix
         if data:
             parts.append(self._dump(data))
-        body = b"".join(parts)
-        if not large:
-            return Parcel(subject.kind, self._encoding, body)
-        bulk = [Piece(o, t) for o, t in zip(known.offsets, large, strict=True)]
-        return Parcel(subject.kind, self._encoding, body, bulk, known.bulk_length)
+        parcel = Parcel(subject.kind, self._encoding, b"".join(parts))
+        return known.with_bulk(parcel, large) if large else parcel
 
     def _look_up(
         self, key: tuple[Any, ...], subject: Subject, values: tuple[Any, ...]
@@ -181,6 +187,11 @@ def _parse(signature: Any, load: Load) -> tuple[Subject, _Plan]:
     return subject, _Plan(specs, load)
 
 
+def _is_raw(value: bytes) -> bool:
+    """Whether it goes as it is. Only few lengths do, so that few signatures have to be known."""
+    return 0 < len(value) <= _MAX_RAW and not len(value) % 8
+
+
 def _is_simple(tensor: torch.Tensor) -> bool:
     """Whether it is its memory, in order, and nothing else.
 
@@ -225,7 +236,8 @@ def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
     bulk = 0
     for value in values:
         if not isinstance(value, torch.Tensor):
-            specs.append(None if value is None else 0)
+            is_raw = type(value) is bytes and _is_raw(value)
+            specs.append(None if value is None else len(value) if is_raw else 0)
             continue
         spec = (DTYPE_CODES[value.dtype], tuple(value.shape), value.requires_grad)
         if value.nbytes > INLINE:
@@ -256,6 +268,9 @@ class _Plan:
                 self._steps.append(_fetch_none)
             elif type(spec) is tuple:
                 self._steps.append(self._tensor(*spec))
+            elif type(spec) is int and 0 < spec <= _MAX_RAW:
+                self._steps.append(_fetch_raw(self._inline, spec))
+                self._inline += spec
             else:
                 self._steps.append(_fetch_data(self._data))
                 self._data += 1
@@ -313,6 +328,10 @@ def _fetch_none(body: Any, at: int, area: Any, data: Any) -> None:
 
 def _fetch_data(index: int) -> Step:
     return lambda body, at, area, data: data[index]
+
+
+def _fetch_raw(start: int, length: int) -> Step:
+    return lambda body, at, area, data: bytes(body[at + start : at + start + length])
 
 
 def _fetch_small(dtype: torch.dtype, shape: Any, start: int, length: int) -> Step:
