@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -103,9 +103,11 @@ def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
     ).copy_(gradient)
 
 
-def _shared_storages(captured: Sequence[Tensor | None]) -> set[int]:
-    counts = Counter(place(gradient) for gradient in captured if gradient is not None)
-    return {storage for storage, count in counts.items() if count > 1}
+def _shared_storages(captured: Sequence[Tensor | None]) -> Collection[int]:
+    places = [place(gradient) for gradient in captured if gradient is not None]
+    if len(set(places)) == len(places):
+        return ()
+    return [storage for storage, count in Counter(places).items() if count > 1]
 
 
 def _add_to_grad(context: Context, leaf: Tensor, gradient: Tensor) -> None:
