@@ -195,6 +195,8 @@ class Codec:
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """
+        if frame.over and self._recorder is not None:
+            self._recorder.ended(frame.over, sender)
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
             subject, values, traced = decoder.decode(frame.body, frame.area)
@@ -296,6 +298,11 @@ class Codec:
         mark = self._recorder.leaving(context, manner.to, found)
         if mark is not None:
             parcel.scope, parcel.mark = context, mark
+        if parcel.kind != RESULT:  # which nobody answers
+            end = self._recorder.end_to_tell(manner.to)
+            if end is not None:
+                parcel.over, freight = end
+                parcel.freight = (freight,)
 
     def _general(
         self, kind: int, fields: tuple[Any, ...], manner: Manner, context: int = 0
@@ -320,7 +327,7 @@ class Codec:
         except BaseException:
             cargo.take_back()
             raise
-        parcel.freight = cargo.freight
+        parcel.freight = (*parcel.freight, *cargo.freight)
         return parcel
 
     def _serializer(self, manner: Manner, cargo: Cargo) -> tuple[int, Serializer]:
