@@ -22,9 +22,7 @@ log = logging.getLogger("gradwire")
 
 Key = tuple[int, int]  # a worker, and a context that it is to be told of
 
-_GATHER = (
-    0.02  # seconds until what no request has told is old, and then until it is told
-)
+_GATHER = 0.02  # seconds; what no request has told is told after one to two of these
 _TRIES = 5
 _PAUSE = 0.5
 
@@ -80,8 +78,9 @@ class Releases:
 
     def told(self, key: Key) -> None:
         """A request was answered that told of it."""
-        self._new.pop(key, None)
-        self._old.pop(key, None)
+        with self._lock:
+            self._new.pop(key, None)
+            self._old.pop(key, None)
 
     def _look(self) -> None:
         """Now and then, while there are any: tell by themselves those that nothing has told."""
