@@ -55,7 +55,7 @@ class Autograds:
         return self._recording(src).leaving(context_id, dst, wanted)
 
     def _recording(self, index: int) -> Recording:
-        return Recording(self[index].contexts, self[index].numbers)
+        return Recording(self[index])
 
     def close(self) -> None:
         for service in self.services:

@@ -132,7 +132,7 @@ def target(workers: list[Worker]) -> Iterator[Worker]:
 # Strangers
 
 
-ANNOUNCED = HEADER.pack(VERSION, CALL, 2, 100, 1, 0, 0, 0, 0)
+ANNOUNCED = HEADER.pack(VERSION, CALL, 2, 100, 1, 0, 0, 0, 0, 0)
 
 GREETINGS: dict[str, bytes] = {
     "zeros": bytes(4096),
@@ -163,7 +163,7 @@ def test_a_guessed_key_gets_nothing_run_and_nothing_unpickled(
     target: Worker, journal: Journal, unpickled: list[str]
 ) -> None:
     body = pickle.dumps((CALLED.append, ("it ran",), {}, None))
-    frame = HEADER.pack(VERSION, CALL, 2, len(body), 1, 0, 0, 0, 0) + body
+    frame = HEADER.pack(VERSION, CALL, 2, len(body), 1, 0, 0, 0, 0, 0) + body
     for purpose in Purpose:
         with stranger(target) as sock:
             hello = new_hello(purpose, 1, 0, 12345).to_bytes()
@@ -422,7 +422,7 @@ def member(purpose: Purpose) -> Iterator[tuple[socket.socket, list[Worker]]]:
 
 def header(**changed: int) -> bytes:
     fields = {"version": VERSION, "kind": CALL, "encoding": 2, "body": 8}
-    fields |= {"call": 1, "scope": 0, "mark": 0, "bulk": 0, "segment": 0}
+    fields |= {"call": 1, "scope": 0, "mark": 0, "bulk": 0, "segment": 0, "over": 0}
     return HEADER.pack(*{**fields, **changed}.values())
 
 

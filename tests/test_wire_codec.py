@@ -448,18 +448,18 @@ def test_a_longer_message_is_refused_where_it_is_sent(
 
 
 def test_a_header_says_what_the_parcel_is() -> None:
-    parcel = Parcel(7, 5, b"body", (), 1000, scope=3, mark=8)
+    parcel = Parcel(7, 5, b"body", (), 1000, scope=3, mark=8, over=6)
     header = parse_header(parcel.header(11, segment=9), Limits(4, 1000))
-    assert header == (1, 7, 5, 4, 11, 3, 8, 1000, 9)
+    assert header == (1, 7, 5, 4, 11, 3, 8, 1000, 9, 6)
 
 
 @pytest.mark.parametrize(
     ("fields", "complaint"),
     [
-        ((2, 7, 5, 4, 0, 0, 0, 0, 0), "version 2"),
-        ((1, 7, 5, 5, 0, 0, 0, 0, 0), "body of 5 bytes, the limit is 4"),
-        ((1, 7, 5, 4, 0, 0, 0, 11, 0), "bulk of 11 bytes, the limit is 10"),
-        ((1, 7, 5, 4, 0, 0, 0, (1 << 64) - 1, 0), "the limit is 10"),
+        ((2, 7, 5, 4, 0, 0, 0, 0, 0, 0), "version 2"),
+        ((1, 7, 5, 5, 0, 0, 0, 0, 0, 0), "body of 5 bytes, the limit is 4"),
+        ((1, 7, 5, 4, 0, 0, 0, 11, 0, 0), "bulk of 11 bytes, the limit is 10"),
+        ((1, 7, 5, 4, 0, 0, 0, (1 << 64) - 1, 0, 0), "the limit is 10"),
     ],
 )
 def test_a_header_that_announces_too_much_is_refused(

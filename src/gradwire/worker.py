@@ -115,9 +115,8 @@ class Worker:
         self.autograd = Autograd(
             self._agent, self._executor, pickles=options.allow is None
         )
-        contexts = self.autograd.contexts
-        self._codec.record_with(Recording(contexts, self.autograd.numbers))
-        self._agent.run_in_context(contexts.run)
+        self._codec.record_with(Recording(self.autograd))
+        self._agent.run_in_context(self.autograd.contexts.run)
         self._collectives = Collectives(self._agent)
         self._agent.handle(GREETING, Greeting, lambda sender, message: None)
 

@@ -10,17 +10,19 @@ from __future__ import annotations
 from torch import Tensor
 
 from .checks import check_kinds
-from .contexts import Contexts, Numbers
+from .service import Autograd
 from .strands import strands_of
 
 
 class Recording:
     """Records messages of one worker (a `Recorder` of `wire/cargo.py`)."""
 
-    def __init__(self, contexts: Contexts, numbers: Numbers) -> None:
-        self._contexts = contexts
-        self._numbers = numbers
-        self.current = contexts.current_id
+    def __init__(self, autograd: Autograd) -> None:
+        self._contexts = autograd.contexts
+        self._numbers = autograd.numbers
+        self.current = autograd.contexts.current_id
+        self.end_to_tell = autograd.releases.take
+        self.ended = autograd.release
 
     def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int | None:
         """A message of a context leaves, with these tensors that need gradients; its mark.

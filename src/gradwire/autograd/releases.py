@@ -1,11 +1,16 @@
-"""Telling other workers that contexts are over: gathered for a moment, said until answered."""
+"""Telling other workers that contexts are over: said until answered.
+
+The word rides on the next request of a context to that worker, one on each, so that no thread is
+woken for it at either end; what is left after a moment, because there is no such request or it was
+not answered, is gathered into messages of its own. To be told twice does no harm.
+"""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 from ..errors import ClosedError, GradwireError, WorkerLostError
@@ -15,9 +20,27 @@ from .messages import Release
 
 log = logging.getLogger("gradwire")
 
-_GATHER = 0.02  # seconds that releases may wait for others
+Key = tuple[int, int]  # a worker, and a context that it is to be told of
+
+_GATHER = 0.02  # seconds; what no request has told is told after one to two of these
 _TRIES = 5
 _PAUSE = 0.5
+
+
+class Rider:
+    """One word that a context is over, on its way with a request."""
+
+    __slots__ = ("_key", "_releases")
+
+    def __init__(self, releases: Releases, key: Key) -> None:
+        self._releases = releases
+        self._key = key
+
+    def delivered(self) -> None:
+        self._releases.told(self._key)
+
+    def in_doubt(self) -> None:
+        """It will be told once more."""
 
 
 class Releases:
@@ -29,21 +52,55 @@ class Releases:
         self._executor = executor
         self._send = send
         self._lock = threading.Lock()
-        self._waiting: dict[int, list[int]] = {}  # contexts, by worker
+        self._new: dict[Key, None] = {}
+        self._old: dict[Key, None] = {}  # that have been there for a while
+        self._free: dict[int, list[Key]] = {}  # by worker, those without a rider
+        self._is_watched = False
 
     def add(self, worker: int, context: int) -> None:
         """Tell a worker soon."""
+        key = worker, context
         with self._lock:
-            first = not self._waiting
-            self._waiting.setdefault(worker, []).append(context)
-        if first:
-            self._executor.call_at(time.monotonic() + _GATHER, self._tell_all)
+            self._new[key] = None
+            self._free.setdefault(worker, []).append(key)
+            watch, self._is_watched = not self._is_watched, True
+        if watch:
+            self._executor.look_at(time.monotonic() + _GATHER, self._look)
 
-    def _tell_all(self) -> None:
+    def take(self, worker: int) -> tuple[int, Rider] | None:
+        """One that a request to a worker is to tell it of."""
         with self._lock:
-            waiting, self._waiting = self._waiting, {}
-        for worker, contexts in waiting.items():
-            self._tell(worker, tuple(contexts), _TRIES)
+            free = self._free.get(worker)
+            if not free:
+                return None
+            key = free.pop()
+        return key[1], Rider(self, key)
+
+    def told(self, key: Key) -> None:
+        """A request was answered that told of it."""
+        with self._lock:
+            self._new.pop(key, None)
+            self._old.pop(key, None)
+
+    def _look(self) -> None:
+        """Now and then, while there are any: tell by themselves those that nothing has told."""
+        with self._lock:
+            late, self._old, self._new = self._old, self._new, {}
+            self._free = {}
+            for key in self._old:
+                self._free.setdefault(key[0], []).append(key)
+            self._is_watched = bool(self._old)
+        if self._is_watched:
+            self._executor.look_at(time.monotonic() + _GATHER, self._look)
+        if late:
+            self._executor.submit(partial(self._tell_all, late))
+
+    def _tell_all(self, late: Iterable[Key]) -> None:
+        contexts: dict[int, list[int]] = {}
+        for worker, context in late:
+            contexts.setdefault(worker, []).append(context)
+        for worker, over in contexts.items():
+            self._tell(worker, tuple(over), _TRIES)
 
     def _tell(self, worker: int, contexts: tuple[int, ...], tries: int) -> None:
         def answered() -> None:

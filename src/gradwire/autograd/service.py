@@ -88,7 +88,7 @@ class Autograd:
         self._calls = calls
         self._passes = Numbers(self.me)
         self._direct = DirectPasses(self, self.contexts)
-        self._releases = Releases(executor, self._tell_release)
+        self.releases = Releases(executor, self._tell_release)
         calls.handle(STEP, Step, self._on_step, is_spread=True)
         calls.handle(DIRECT, Direct, self._direct.answer, is_spread=True)
         calls.handle(OVER, Over, self._on_over)
@@ -122,7 +122,7 @@ class Autograd:
             part.released()
         for worker in tuple(context.known):
             if worker not in (self.me, told_by):
-                self._releases.add(worker, context_id)
+                self.releases.add(worker, context_id)
 
     def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:
         """The gradients of this worker's leaves.

@@ -141,8 +141,8 @@ class StreamReader:
                 raise ProtocolError("frame in shared memory, but none is shared")
             area = self.segments.area(header.segment, header.bulk)
             self._traffic.received += header.bulk
-        _, kind, encoding, _, call, scope, mark, _, _ = header
-        self.frames.append(Frame(kind, encoding, call, scope, body, area, mark))
+        _, kind, encoding, _, call, scope, mark, _, _, over = header
+        self.frames.append(Frame(kind, encoding, call, scope, body, area, mark, over))
 
 
 class StreamWriter:

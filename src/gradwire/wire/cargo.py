@@ -51,6 +51,12 @@ class Recorder(Protocol):
     ) -> None:
         """A message of a context came, with these: they get their history, in place."""
 
+    def end_to_tell(self, to: int) -> tuple[int, Freight] | None:
+        """A context that has ended, for a request that goes to one who is to know."""
+
+    def ended(self, context: int, sender: int) -> None:
+        """A message came with the word that a context has ended."""
+
 
 @dataclass(slots=True)
 class Cargo:

@@ -196,6 +196,8 @@ class Codec:
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """
+        if frame.over and self._recorder is not None:
+            self._recorder.ended(frame.over, sender)
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
             subject, values, traced = decoder.decode(frame.body, frame.area)
@@ -299,6 +301,11 @@ class Codec:
             parcel.scope, parcel.mark = context, mark
             if mark:
                 parcel.unsettled = partial(self._recorder.sent, context, mark)
+        if parcel.kind != RESULT:  # which nobody answers
+            end = self._recorder.end_to_tell(manner.to)
+            if end is not None:
+                parcel.over, freight = end
+                parcel.freight = (freight,)
 
     def _general(
         self, kind: int, fields: tuple[Any, ...], manner: Manner, context: int = 0
@@ -323,7 +330,7 @@ class Codec:
         except BaseException:
             cargo.take_back()
             raise
-        parcel.freight = cargo.freight
+        parcel.freight = (*parcel.freight, *cargo.freight)
         return parcel
 
     def _serializer(self, manner: Manner, cargo: Cargo) -> tuple[int, Serializer]:

@@ -10,6 +10,7 @@
     24      8     mark: which message of its context this is, if it has tensors that need gradients
     32      8     length of the bulk area
     40      8     segment of shared memory that holds the bulk area; 0: it follows the body
+    48      8     over: another context, which has ended; 0 for none
 
 A `Parcel` is a frame to be sent, a `Frame` one that has arrived. The body is bytes; the bulk area
 holds the large tensors of the message, each at a multiple of 64 bytes. Lengths are checked against
@@ -29,7 +30,7 @@ import torch
 from ..errors import ProtocolError
 
 VERSION = 1
-HEADER = struct.Struct("<BBHIQQQQQ")
+HEADER = struct.Struct("<BBHIQQQQQQ")
 ALIGNMENT = 64
 
 
@@ -68,6 +69,7 @@ class Parcel:
     bulk_length: int = 0
     scope: int = 0
     mark: int = 0
+    over: int = 0
     freight: Sequence[Freight] = ()
     can_wait: bool = False
     """An answer that may be held back for a moment, to travel with others."""
@@ -87,6 +89,7 @@ class Parcel:
             self.mark,
             self.bulk_length,
             segment,
+            self.over,
         )
 
     def settle(self, *, is_idle: bool = False) -> None:
@@ -117,7 +120,7 @@ class Parcel:
             area = (ctypes.c_char * self.bulk_length)()
             fill(area, 0, self.bulk)
         frame = Frame(self.kind, self.encoding, call, self.scope, self.body, area)
-        frame.mark = self.mark
+        frame.mark, frame.over = self.mark, self.over
         return frame
 
 
@@ -132,6 +135,7 @@ class Frame:
     body: bytes | memoryview
     area: Any = None  # a writable buffer that lives as long as the tensors made of it
     mark: int = 0
+    over: int = 0
     waits: Sequence[Wait] = ()
     """What must have come to its end before the message may be used; known when it is opened."""
 
@@ -155,6 +159,7 @@ class Header(NamedTuple):
     mark: int
     bulk: int
     segment: int
+    over: int
 
 
 def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Header:
