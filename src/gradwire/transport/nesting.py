@@ -44,7 +44,7 @@ log = logging.getLogger("gradwire")
 ALONE = 3
 """Times as long a look for one that waits for a frame and nothing else."""
 
-_MOMENT = 0.001  # seconds for a thread to fall asleep
+_MOMENT = 0.001  # seconds for another thread to finish what it just does
 _PATIENCE = 0.005  # seconds after which a nested request counts as a long one
 _LIGHT = 64 << 10  # larger requests may be cut short by their timeout, and the lane too
 _ROLE = "reader"
@@ -107,7 +107,7 @@ class LaneEnd:
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `wait_for`.
         """
-        if self._error or not self._writing.acquire(blocking=False):
+        if self._error or not self._writing.acquire(timeout=_MOMENT):
             return None
         question = Question()
         try:
@@ -130,6 +130,7 @@ class LaneEnd:
         self._asked += 2
         number = self._asked + (parcel.meanwhile is not None)  # odd: nobody reads yet
         self._questions[number] = question
+        self._unwatch()
         try:
             self._stream.writer.write(number, parcel, deadline)
         except BaseException as error:
@@ -250,9 +251,7 @@ class LaneEnd:
         """Become the one who reads, if there is none."""
         if self._reader.setdefault(_ROLE, who) is not who:
             return False
-        if self._watched:  # waking the poller, too, would only disturb
-            self._watched = False
-            self._station.poller.pause(self)
+        self._unwatch()
         return True
 
     def _let_go(self) -> None:
@@ -266,6 +265,12 @@ class LaneEnd:
         if self._error is None and not self._over:
             self._watched = True
             self._station.poller.watch(self)
+
+    def _unwatch(self) -> None:
+        """A thread reads, or will at once: waking the poller, too, would only disturb."""
+        if self._watched:
+            self._watched = False
+            self._station.poller.pause(self)
 
     # Answering
 
