@@ -31,7 +31,7 @@ class Hosts:
             host.task = task
             try:
                 self._start(lambda: self._be(host))
-            except BaseException:  # no more threads
+            except Exception:  # no more threads; and not Ctrl-C: it may have started
                 host.close()
                 raise
         else:
