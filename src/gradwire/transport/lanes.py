@@ -2,40 +2,31 @@
 
 The connector's end belongs to one calling thread for the length of a call. At the acceptor's end
 a thread reads a request, runs it and writes the answer: two wake-ups a call, and no pool that
-nested calls could run dry. A lane that has been quiet for a while gives its thread back and is
-watched by the poller.
+nested calls could run dry. A call back inside a call goes by the same lane (`nesting.py`). A lane
+that has been quiet for a while gives its thread back and is watched by the poller.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
 from collections.abc import Callable
 
-from ..errors import ProtocolError
 from ..wire.frames import Frame, Parcel
 from .base import IsOver
+from .nesting import ALONE, LaneEnd
+from .questions import Limit, Question, is_answer
 from .station import BROKEN, Station
 from .streams import Stream
-
-log = logging.getLogger("gradwire")
 
 _QUIET = 0.5  # seconds after which a lane gives its thread back
 
 
-class CallerLane:
+class CallerLane(LaneEnd):
     """The connector's end."""
 
-    __slots__ = ("_station", "idle_since", "is_owed", "stream")
-
-    def __init__(self, station: Station, stream: Stream) -> None:
-        self._station = station
-        self.stream = stream
+    def __init__(self, station: Station, stream: Stream, peer: int) -> None:
+        super().__init__(station, stream, peer)
         self.idle_since = 0.0
-        self.is_owed = (
-            False  # a request went out whole, and its answer is still to come
-        )
 
     def exchange(
         self,
@@ -50,52 +41,30 @@ class CallerLane:
             TimeoutError: not in time, or it is over; the lane owes an answer then.
             EOFError, OSError, ProtocolError: the lane is of no more use.
         """
-        station, stream = self._station, self.stream
-        stream.writer.write(0, parcel, deadline)
-        self.is_owed = True
-        parcel.settle(is_idle=True)
-        if parcel.meanwhile is not None:
-            parcel.meanwhile()
-        with station.executor.waiting():
-            permission = station.spin if spin else None
-            frame = stream.next_frame(deadline, permission, is_over)
-        self.is_owed = False
-        return frame
-
-    def close(self) -> None:
-        self.stream.close()
-
-
-class OwedLane:
-    """A lane whose caller went away: the answer is read and dropped, which frees its memory."""
-
-    def __init__(self, station: Station, lane: CallerLane) -> None:
-        self._station = station
-        self._stream = lane.stream
-
-    def fileno(self) -> int:
-        return self._stream.sock.fileno()
-
-    def ready(self) -> None:
+        question = Question()
         try:
-            self._stream.reader.pull()
-        except BlockingIOError:
-            pass
-        except BROKEN:
+            with self._writing:
+                self.send(question, parcel, deadline)
+            parcel.settle(is_idle=True)
+            if parcel.meanwhile is not None:
+                parcel.meanwhile()
+            permission = self._station.spin if spin else None
+            return self.wait_for(question, Limit(deadline, is_over), permission)
+        finally:
+            self.leave(question)
+
+    def linger(self) -> None:
+        """The caller went away. What is still to come is read, which frees its memory."""
+        self._unattended = True
+        self._watch()
+        self.settle()
+
+    def settle(self) -> None:
+        if self._unattended and (self.is_settled or self._error is not None):
             self.close()
-            return
-        if self._stream.reader.frames:
-            self.close()
-        else:
-            self._station.poller.watch(self)
-
-    def close(self) -> None:
-        self._station.poller.drop(self)
-        self._stream.reader.frames.clear()
-        self._stream.close()
 
 
-class ServerLane:
+class ServerLane(LaneEnd):
     """The acceptor's end."""
 
     def __init__(
@@ -105,16 +74,9 @@ class ServerLane:
         peer: int,
         ended: Callable[[ServerLane], None],
     ) -> None:
-        self._station = station
-        self._stream = stream
-        self._peer = peer
+        super().__init__(station, stream, peer)
         self._ended = ended
-        self._lock = threading.Lock()
-        self._parked = False  # in the poller's care, without a thread
-        self._over = False
-
-    def fileno(self) -> int:
-        return self._stream.sock.fileno()
+        self._is_ending = False
 
     def start(self) -> None:
         self._station.executor.host(self.serve)
@@ -122,45 +84,71 @@ class ServerLane:
     def ready(self) -> None:
         if self._unpark():
             self._station.executor.host(self.serve)
+        else:
+            self._look()
 
     def serve(self) -> None:
         """Answer requests until it is quiet or over."""
-        station, stream = self._station, self._stream
-        answer, peer, spin = station.receiver.answer, self._peer, station.spin
         try:
             while True:
-                frame = stream.next_frame(time.monotonic() + _QUIET, spin)
-                parcel = answer(peer, frame)
+                frame = self._next_request(time.monotonic() + _QUIET)
+                number, parcel = frame.call, self.run(frame)
                 del frame  # its memory goes back before the caller goes on
-                stream.writer.write(0, parcel)
-                parcel.settle(is_idle=True)
+                self.reply(number, parcel)
                 del parcel
         except TimeoutError:
-            with self._lock:
-                over, self._parked = self._over, not self._over
-                if not over:
-                    station.poller.watch(self)
-            if over:  # the poller may be closed before it could tell us
-                self._close()
+            self._park()
         except BROKEN as error:
-            if isinstance(error, ProtocolError):
-                log.warning("closed a lane from worker %d: %s", self._peer, error)
-            self._close()
+            self.fail(error)
+            self._end()
 
     def hang_up(self) -> None:
         """End it; the thread in it, if there is one, does the rest."""
         with self._lock:
-            self._over = True
-        self._stream.hang_up()
+            self._is_ending = True
+        super().hang_up()
         if self._unpark():
-            self._close()
+            self._end()
+
+    def _next_request(self, deadline: float) -> Frame:
+        """Wait for a request.
+
+        Raises:
+            TimeoutError: none came; or a thread that asks reads here, for this one too.
+        """
+        if not self._take_role(self):
+            raise TimeoutError
+        if self._tangled:
+            self.untangle()
+        frames, read, spin = self._frames, self._stream.read, self._station.spin
+        try:
+            while True:
+                while not frames:
+                    read(deadline, spin, ALONE)
+                frame = frames.popleft()
+                if is_answer(frame):
+                    self._hand_out(frame, None)
+                    continue
+                self._take_in(None)
+                return frame
+        finally:
+            self._let_go()
+
+    def _park(self) -> None:
+        """Give the thread back."""
+        with self._lock:
+            is_ending = self._is_ending
+            self._unattended = not is_ending
+        if is_ending:  # the poller may be closed before it could tell us
+            self._end()
+        else:
+            self._watch()
 
     def _unpark(self) -> bool:
         with self._lock:
-            parked, self._parked = self._parked, False
+            parked, self._unattended = self._unattended, False
         return parked
 
-    def _close(self) -> None:
-        self._station.poller.drop(self)
+    def _end(self) -> None:
         self._ended(self)
-        self._stream.close()
+        self.close()

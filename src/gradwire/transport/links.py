@@ -22,7 +22,7 @@ from .base import Card, IsOver
 from .channels import CallerChannel, Channel
 from .dialing import Dialer
 from .handshake import Purpose
-from .lanes import CallerLane, OwedLane, ServerLane
+from .lanes import CallerLane, ServerLane
 from .segments import SegmentMap, SegmentPool
 from .station import BROKEN, Station, describe_end
 from .streams import Stream
@@ -55,7 +55,7 @@ class OutgoingLink:
         self._on_ended = ended
         self._free: list[CallerLane] = []
         self._lanes: set[CallerLane] = set()
-        self._owed: set[OwedLane] = set()
+        self._parting: set[CallerLane] = set()  # not used again, with something to come
         self._lock = threading.Lock()
         self._closed = False
         self._side: socket.socket | None = None
@@ -107,14 +107,17 @@ class OutgoingLink:
         try:
             frame = lane.exchange(parcel, deadline, alone, is_over)
         except TimeoutError:
-            self._abandon(lane)
+            self._part_with(lane)
             raise
         except BROKEN as error:
             self._drop(lane)
             raise WorkerLostError(self._to.name, describe_end(error)) from error
         except BaseException:  # Ctrl-C: the answer will still come
-            self._abandon(lane)
+            self._part_with(lane)
             raise
+        if not lane.untangle():
+            self._part_with(lane)
+            return frame
         lane.idle_since = time.monotonic()
         self._free.append(lane)
         if self._closed:
@@ -149,16 +152,16 @@ class OutgoingLink:
         with self._lock:
             self._closed = True
             lanes = list(self._lanes)
-            owed = list(self._owed)
+            parting = list(self._parting)
         for lane in lanes:
-            lane.stream.hang_up()
+            lane.hang_up()
         while self._free:
             try:
                 self._drop(self._free.pop())
             except IndexError:
                 break
-        for debt in owed:
-            debt.close()
+        for lane in parting:
+            lane.close()
         if self._side is not None:
             self._side.close()
         self._on_ended(self, reason)
@@ -169,7 +172,7 @@ class OutgoingLink:
         except IndexError:
             pass
         sock = self._dialer.open(Purpose.LANE, deadline)
-        lane = CallerLane(self._station, self._stream(sock))
+        lane = CallerLane(self._station, self._stream(sock), self.peer)
         with self._lock:
             if self._closed:
                 sock.close()
@@ -184,20 +187,16 @@ class OutgoingLink:
         if known:
             lane.close()
 
-    def _abandon(self, lane: CallerLane) -> None:
-        """Nobody waits for the answer any more."""
-        if not lane.is_owed:
-            self._drop(lane)
-            return
-        owed = OwedLane(self._station, lane)
+    def _part_with(self, lane: CallerLane) -> None:
+        """Nobody waits here any more, but something may still come."""
         with self._lock:
             self._lanes.discard(lane)
-            self._owed = {o for o in self._owed if o.fileno() >= 0} | {owed}
+            self._parting = {p for p in self._parting if p.fileno() >= 0} | {lane}
             closed = self._closed
         if closed:
-            owed.close()
+            lane.close()
         else:
-            self._station.poller.watch(owed)
+            lane.linger()
 
     def _stream(self, sock: socket.socket) -> Stream:
         return self._station.stream(sock, self._pool, self._map)

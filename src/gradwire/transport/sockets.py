@@ -29,8 +29,10 @@ from .handshake import (
     challenge,
     check_proof,
 )
+from .hosts import Hosts
 from .links import IncomingLink, OutgoingLink
 from .listener import Listener
+from .nesting import ask_back
 from .poller import Poller
 from .segments import Recycler
 from .spin import Spin
@@ -56,6 +58,7 @@ class SocketTransport:
         self._options = options
         self._executor = executor
         self._host = addresses.host_identity()
+        self._hosts = Hosts(executor.host)
         self._spin = Spin(options.spin)
         self._poller = Poller(executor, self._spin)
         self._listeners: list[Listener] = []
@@ -104,6 +107,7 @@ class SocketTransport:
             me=me,
             key=key,
             executor=self._executor,
+            hosts=self._hosts,
             poller=self._poller,
             receiver=receiver,
             limits=Limits(options.max_body, options.max_bulk),
@@ -144,6 +148,9 @@ class SocketTransport:
         is_over: IsOver | None = None,
     ) -> Frame:
         deadline = None if timeout is None else time.monotonic() + timeout
+        frame = ask_back(self._station, to, parcel, deadline, is_over)
+        if frame is not None:
+            return frame
         link = self._out.get(to.id) or self._connect(to, deadline)
         return link.exchange(parcel, deadline, is_over)
 
@@ -181,6 +188,7 @@ class SocketTransport:
         for link in links:
             link.close(goodbye=True)
         self._poller.close()
+        self._hosts.close()
         if self._unix:
             addresses.forget_unix(self._unix)
 

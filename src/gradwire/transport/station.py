@@ -9,6 +9,7 @@ from ..errors import ProtocolError
 from ..threads import Executor
 from ..wire.frames import Limits
 from .base import Receiver, Traffic
+from .hosts import Hosts
 from .poller import Poller
 from .segments import Recycler, SegmentMap, SegmentPool
 from .spin import Spin
@@ -25,6 +26,7 @@ class Station:
     me: int
     key: bytes
     executor: Executor
+    hosts: Hosts
     poller: Poller
     receiver: Receiver
     limits: Limits

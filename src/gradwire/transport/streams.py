@@ -21,14 +21,13 @@ from ..errors import ProtocolError
 from ..wire import memory
 from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
 from ..wire.messages import GOODBYE, NOTES
-from .base import NAP, IsOver, Traffic
+from .base import NAP, Traffic
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
 from .spin import Patience, Spin
 
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
-_ALONE = 3  # times as long a look for one that waits for a frame and nothing else
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
 _PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
@@ -246,10 +245,6 @@ def poll_until(poll: select.poll, deadline: float | None) -> bool:
     return bool(found)
 
 
-def _no_later(deadline: float | None, until: float) -> float:
-    return until if deadline is None else min(deadline, until)
-
-
 class Stream:
     """A socket with frames in both directions."""
 
@@ -288,29 +283,6 @@ class Stream:
             self.reader.pull()
         except BlockingIOError:
             poll_until(self._readable, deadline)
-
-    def next_frame(
-        self,
-        deadline: float | None,
-        spin: Spin | None = None,
-        is_over: IsOver | None = None,
-    ) -> Frame:
-        """The next frame; waits for it. Only that: so looking for longer disturbs nobody.
-
-        Raises:
-            TimeoutError: it is late, or over.
-        """
-        frames = self.reader.frames
-        while not frames:
-            if is_over is None:
-                self.read(deadline, spin, _ALONE)
-                continue
-            try:
-                self.read(_no_later(deadline, time.monotonic() + NAP), spin, _ALONE)
-            except TimeoutError:
-                if is_over() or (deadline and time.monotonic() >= deadline):
-                    raise
-        return frames.popleft()
 
     def _attempt(self) -> bool | None:
         try:

@@ -1,0 +1,399 @@
+"""One end of a lane, where calls may come back inside a call: both go by the same lane.
+
+A thread that runs a request of a lane and calls its sender back, synchronously, asks by that same
+lane: the thread that asked it is reading there already, so nobody has to be woken at the other end.
+That one hands the request to a pooled thread, sleeps while it runs, and then reads on. So at each
+end the innermost of the waiting threads reads, and it alone spins. Nothing is run in a thread that
+waits: what is run does not see its modes and locks, and its own timeout goes on.
+
+    worker0: A asks ·· A hands over → B runs, asks ·· B reads the answer, answers → A reads on ··
+    worker1:  T runs, asks ······················ T hands over → T' runs, answers  ·· T answers
+
+Each end numbers what it asks, so an answer is told from a request by its kind and finds who asked.
+
+Whoever gives up leaves a lane on which the two ends do not agree any more who waits for whom: it is
+*tangled*. While it is, nothing more is asked back by it from this end, and the poller reads it
+whenever no thread does. What is under way comes to its end: late answers are dropped by their
+number, requests are run in threads of their own. These hold, so that everything is read:
+
+* Answers are handed out with the role of the reader held: who has it and no answer yet has not
+  missed it.
+* Who waits without reading (its request is run by B, or another one reads) is rung when that ends.
+  If it is not within moments, the poller is asked to look, too.
+* A thread leaves its question before it answers its own request. So when the connector's end has
+  its answer, all that the acceptor's end asked before has arrived and is counted (`_jobs`), and
+  nothing is asked afterwards. A lane with anything left to come is not used again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+
+from ..errors import ProtocolError, WorkerLostError
+from ..wire.frames import Frame, Parcel
+from .base import Card, IsOver
+from .questions import Limit, Question, is_answer
+from .spin import Spin
+from .station import BROKEN, Station, describe_end
+from .streams import Stream
+
+log = logging.getLogger("gradwire")
+
+ALONE = 3
+"""Times as long a look for one that waits for a frame and nothing else."""
+
+_MOMENT = 0.001  # seconds for another thread to finish what it just does
+_PATIENCE = 0.005  # seconds after which a nested request counts as a long one
+_LIGHT = 64 << 10  # larger requests may be cut short by their timeout, and the lane too
+_ROLE = "reader"
+
+
+class _Here(threading.local):
+    """What this thread runs: a request of this lane, by which it may ask back."""
+
+    lane: LaneEnd | None = None
+    asker: Question | None = None  # whose thread handed the request over
+
+    def let_asker_rest(self) -> None:
+        """Before this thread spins: else both would want Python's lock at the wrong moment."""
+        if self.asker is not None:
+            self.asker.at_rest.wait(_MOMENT)
+            self.asker = None
+
+
+_here = _Here()
+
+
+class LaneEnd:
+    """What both ends of a lane do: ask, answer, and read for all who wait here."""
+
+    def __init__(self, station: Station, stream: Stream, peer: int) -> None:
+        self.peer = peer
+        self._station = station
+        self._stream = stream
+        self._frames = stream.reader.frames
+        self._writing = threading.Lock()
+        self._lock = threading.Lock()
+        # Who reads. To take the role and to know who has it is one step: a Ctrl-C loses nothing.
+        self._reader: dict[str, object] = {}
+        self._questions: dict[int, Question] = {}
+        self._asked = 0  # the last question's number
+        self._owed: set[int] = set()  # questions given up, not yet answered
+        self._jobs = 0
+        self._resting = 0  # threads that wait without reading, for long
+        self._tangled = False
+        self._watched = False  # by the poller
+        self._unattended = False  # no thread is here for longer: the poller reads
+        self._error: BaseException | None = None
+        self._over = False
+
+    def fileno(self) -> int:
+        return self._stream.sock.fileno()
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether nothing more is to come from either side."""
+        return not (self._owed or self._jobs or self._error)
+
+    # Asking
+
+    def ask_back(
+        self, parcel: Parcel, deadline: float | None, is_over: IsOver | None
+    ) -> Frame | None:
+        """Ask the sender of the request that this thread runs; None: not by this lane.
+
+        Raises:
+            TimeoutError, EOFError, OSError, ProtocolError: as `wait_for`.
+        """
+        if self._error or not self._writing.acquire(timeout=_MOMENT):
+            return None
+        question = Question()
+        try:
+            if self._tangled:
+                return None
+            self.send(question, parcel, deadline)
+        finally:
+            self._writing.release()
+        try:
+            parcel.settle(is_idle=True)
+            if parcel.meanwhile is not None:
+                parcel.meanwhile()
+            _here.let_asker_rest()
+            limit = Limit(deadline, is_over)
+            return self.wait_for(question, limit, self._station.spin)
+        finally:
+            self.leave(question)
+
+    def send(self, question: Question, parcel: Parcel, deadline: float | None) -> None:
+        """Send a request. The caller may write."""
+        self._asked += 2
+        number = self._asked + (parcel.meanwhile is not None)  # odd: nobody reads yet
+        self._questions[number] = question
+        self._unwatch()
+        try:
+            self._stream.writer.write(number, parcel, deadline)
+        except BaseException as error:
+            del self._questions[number]
+            self.fail(error)
+            raise
+        question.number = number
+
+    def wait_for(self, question: Question, limit: Limit, spin: Spin | None) -> Frame:
+        """The answer.
+
+        Raises:
+            TimeoutError: not in time, or it is over.
+            EOFError, OSError, ProtocolError: the lane is of no more use.
+        """
+        with self._station.executor.waiting():
+            while question.answer is None:
+                if question.jobs:
+                    self._rest(question, limit, _PATIENCE)
+                elif self._take_role(question):
+                    self._read_for(question, limit, spin)
+                else:
+                    self._rest(question, limit, 0.0)
+        return question.answer
+
+    def leave(self, question: Question) -> None:
+        """The thread that asked goes on, with an answer or without."""
+        if self._reader.get(_ROLE) is question:
+            self._let_go()
+        number = question.number
+        if not number or (question.answer is not None and not question.jobs):
+            return
+        with self._lock:
+            self._tangled = True
+            self._owed.add(number)
+        if self._questions.pop(number, None) is None:
+            self._owed.discard(number)  # it is answered, or just being
+        self._watch()
+
+    def _read_for(self, question: Question, limit: Limit, spin: Spin | None) -> None:
+        """With the role: read until there is the answer, or a request."""
+        try:
+            while question.answer is None and not question.jobs:
+                if self._error is not None:
+                    raise EOFError(str(self._error))
+                try:
+                    self._stream.read(limit.next(), spin, ALONE)
+                except TimeoutError:
+                    limit.check()
+                self._take_in(question)
+        except TimeoutError:
+            raise
+        except BROKEN as error:
+            self.fail(error)
+            raise
+        finally:
+            self._let_go()
+
+    def _rest(self, question: Question, limit: Limit, patience: float) -> None:
+        """Sleep until rung: another thread reads, or runs what came."""
+        question.at_rest.ring()
+        if question.bell.wait(patience):
+            return
+        with self._lock:
+            self._resting += 1
+        try:
+            self._look()
+            if question.answer is not None:
+                return
+            if self._error is not None:
+                raise EOFError(str(self._error))
+            if not question.bell.wait(limit.nap()):
+                limit.check()
+        finally:
+            with self._lock:
+                self._resting -= 1
+
+    # Reading
+
+    def ready(self) -> None:
+        """The poller has something."""
+        self._look()
+
+    def _look(self) -> None:
+        """Take in what is there, if no thread reads, and have the lane watched for more."""
+        if not self._take_role(object()):
+            return  # who reads has it watched again
+        try:
+            self._stream.reader.pull()
+            self._take_in(None)
+        except BlockingIOError:
+            pass
+        except BROKEN as error:
+            self.fail(error)
+        finally:
+            self._let_go()
+
+    def _take_in(self, reader: Question | None) -> None:
+        """With the role: see to what was read."""
+        frames = self._frames
+        while frames:
+            frame = frames.popleft()
+            if is_answer(frame):
+                self._hand_out(frame, reader)
+            else:
+                self._start(frame, reader)
+
+    def _hand_out(self, answer: Frame, reader: Question | None) -> None:
+        asked = self._questions.pop(answer.call, None)
+        if asked is None:
+            self._owed.discard(answer.call)  # who asked has given up
+            return
+        asked.answer = answer
+        if asked is not reader:
+            asked.bell.ring()
+
+    def _take_role(self, who: object) -> bool:
+        """Become the one who reads, if there is none."""
+        if self._reader.setdefault(_ROLE, who) is not who:
+            return False
+        self._unwatch()
+        return True
+
+    def _let_go(self) -> None:
+        """Give up the role."""
+        del self._reader[_ROLE]
+        if self._resting or self._tangled or self._unattended:
+            self._watch()
+            self.settle()
+
+    def _watch(self) -> None:
+        if self._error is None and not self._over:
+            self._watched = True
+            self._station.poller.watch(self)
+
+    def _unwatch(self) -> None:
+        """A thread reads, or will at once: waking the poller, too, would only disturb."""
+        if self._watched:
+            self._watched = False
+            self._station.poller.pause(self)
+
+    # Answering
+
+    def run(self, frame: Frame, asker: Question | None = None) -> Parcel:
+        """Run a request; its answer."""
+        _here.lane = None if frame.call & 1 else self
+        _here.asker = asker
+        try:
+            return self._station.receiver.answer(self.peer, frame)
+        finally:
+            _here.lane = _here.asker = None
+
+    def reply(self, number: int, parcel: Parcel) -> None:
+        with self._writing:
+            self._stream.writer.write(number, parcel)
+        parcel.settle(is_idle=True)
+
+    def _start(self, frame: Frame, asker: Question | None) -> None:
+        with self._lock:
+            self._jobs += 1
+            if asker is not None:
+                asker.jobs += 1
+        try:
+            self._station.hosts.run(partial(self._run_apart, [frame], asker))
+        except Exception as error:  # no more threads
+            self.fail(error)
+            self._job_ended(asker)
+            raise
+
+    def _run_apart(self, only: list[Frame], asker: Question | None) -> None:
+        """In a thread for it alone: run a request and answer it."""
+        try:
+            frame = only.pop()
+            number, parcel = frame.call, self.run(frame, asker)
+            del frame  # its memory goes back before the caller goes on
+            self.reply(number, parcel)
+        except BaseException as error:
+            self.fail(error)
+            if not isinstance(error, BROKEN):
+                raise
+        finally:
+            self._job_ended(asker)
+
+    def _job_ended(self, asker: Question | None) -> None:
+        with self._lock:
+            self._jobs -= 1
+            if asker is not None:
+                asker.jobs -= 1
+            is_last = self._over and not self._jobs
+        if asker is not None:
+            asker.bell.ring()
+        if is_last:
+            self._free()
+        elif self._unattended:
+            self.settle()
+
+    # The end
+
+    def settle(self) -> None:
+        """Something came to its end: perhaps all did."""
+
+    def untangle(self) -> bool:
+        """Whether the lane is as it was in the beginning."""
+        with self._lock:
+            if self.is_settled:
+                self._tangled = False
+            return not self._tangled and self._error is None
+
+    def fail(self, error: BaseException) -> None:
+        """The lane is of no more use: tell all who wait."""
+        if self._error is None:
+            if isinstance(error, ProtocolError):
+                log.warning("closed a lane with worker %d: %s", self.peer, error)
+            self._error = error
+        self.hang_up()
+
+    def hang_up(self) -> None:
+        """End it; those who wait find out."""
+        self._stream.hang_up()
+        for question in list(self._questions.values()):
+            question.bell.ring()
+
+    def close(self) -> None:
+        """End it, and free it when the last job has ended. Nobody else is here any more."""
+        with self._lock:
+            self._over = True
+            has_jobs = self._jobs > 0
+        self.hang_up()
+        if not has_jobs:
+            self._free()
+
+    def _free(self) -> None:
+        self._station.poller.drop(self)
+        self._frames.clear()
+        self._stream.close()
+
+
+def ask_back(
+    station: Station,
+    to: Card,
+    parcel: Parcel,
+    deadline: float | None,
+    is_over: IsOver | None,
+) -> Frame | None:
+    """Ask by the lane whose request this thread is running, if it comes from there.
+
+    None: it does not, or another lane is better.
+
+    Raises:
+        WorkerLostError, TimeoutError
+    """
+    lane = _here.lane
+    if lane is None or lane.peer != to.id or lane._station is not station:
+        return None
+    if parcel.bulk_length or len(parcel.body) > _LIGHT:
+        return None
+    _here.lane = None  # one question at a time
+    try:
+        return lane.ask_back(parcel, deadline, is_over)
+    except TimeoutError:
+        raise
+    except BROKEN as error:
+        raise WorkerLostError(to.name, describe_end(error)) from error
+    finally:
+        _here.lane = lane

@@ -1,0 +1,60 @@
+"""What a thread waits for at one end of a lane, and how long."""
+
+from __future__ import annotations
+
+import time
+
+from ..threads import Bell
+from ..wire.frames import Frame
+from ..wire.messages import FAILURE, RESULT
+from .base import NAP, IsOver
+
+
+class Question:
+    """What a thread has asked by a lane, and waits for."""
+
+    __slots__ = ("answer", "at_rest", "bell", "jobs", "number")
+
+    def __init__(self) -> None:
+        self.number = 0  # none: it is not sent
+        self.answer: Frame | None = None
+        self.bell = Bell()
+        self.jobs = 0  # requests that came while it read, and are being run
+        self.at_rest = Bell()  # rung when its thread goes to sleep without reading
+
+
+def is_answer(frame: Frame) -> bool:
+    return frame.kind in (RESULT, FAILURE)
+
+
+class Limit:
+    """How long a wait may last."""
+
+    __slots__ = ("_deadline", "_is_over")
+
+    def __init__(self, deadline: float | None, is_over: IsOver | None) -> None:
+        self._deadline = deadline
+        self._is_over = is_over
+
+    def next(self) -> float | None:
+        """Until when to read, and then `check`."""
+        if self._is_over is None:
+            return self._deadline
+        return time.monotonic() + self.nap()
+
+    def nap(self) -> float:
+        """How long to sleep, and then `check`."""
+        if self._deadline is None:
+            return NAP
+        return min(NAP, self._deadline - time.monotonic())
+
+    def check(self) -> None:
+        """See whether there is still a reason to wait.
+
+        Raises:
+            TimeoutError: it is time to go.
+        """
+        if self._is_over is not None and self._is_over():
+            raise TimeoutError
+        if self._deadline is not None and time.monotonic() >= self._deadline:
+            raise TimeoutError
