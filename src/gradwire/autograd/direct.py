@@ -66,8 +66,10 @@ class DirectPasses:
         if strand is None:
             del context.records[about.number]
             return None
-        since = min([n for n in context.records if owner(n) == self._desk.me])
-        current = Round(self._desk, context, record, Trip(about, since))
+        since = about.number
+        if len(context.records) > 1:
+            since = min([n for n in context.records if owner(n) == self._desk.me])
+        current = Round(self._desk, context, record, Trip(*about, since))
         try:
             current.lead(strand, roots)
         except Failing:
@@ -86,10 +88,10 @@ class DirectPasses:
     def answer(self, sender: int, message: Direct) -> Any:
         """What follows from the gradients of another worker."""
         trip, arrived = read_direct(message)
-        context = self._contexts.arrived(trip.about.context)
+        context = self._contexts.arrived(trip.context)
         context.known.add(sender)
         try:
-            record = self._join(context, trip.about.number, trip.since)
+            record = self._join(context, trip.number, trip.since)
         except GradwireError as error:
             return pack(self._describe(error))
         if record is None:

@@ -60,7 +60,7 @@ class Found(NamedTuple):
     recvs: Sequence[tuple[Crossing, Gradients]] = ()
 
 
-def ones(root: Tensor, gradient: Tensor | None = None) -> Tensor:
+def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
     return torch.ones_like(root) if gradient is None else gradient
 
 
@@ -167,7 +167,7 @@ def call(
 
 def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
     outputs: list[Tensor | GradientEdge] = [root for root, _ in job.roots]
-    gradients = [ones(*root) for root in job.roots]
+    gradients = [_ones(*root) for root in job.roots]
     if job.given is None:
         sends = job.segment.sends
         starts = [send.output for send in sends]

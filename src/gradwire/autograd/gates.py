@@ -88,7 +88,7 @@ def _hop(device: torch.device, below: list[Tensor]) -> Tensor:
     with torch.enable_grad():
         made: Tensor = _apply(device, *below)
     node: Any = made.grad_fn
-    node._set_sequence_nr(0)  # no other node has that: see `enter_late`
+    node._set_sequence_nr(0)  # no other node has that: see `Send.enter_late`
     return made
 
 

@@ -8,7 +8,7 @@ segment is one call of the engine. Segments that share leaves only are independe
 Within a segment with several sources the engine runs sends whose gradients have not come yet, and
 they wait (`engine.py`). It must enter them only when nothing else is ready, the newest first. The
 engine takes the ready node with the highest sequence number, so sends are numbered by their order
-of creation from 1 (`enter_late`), and here every other node with a number that low is lifted out
+of creation from 1 (`Send.enter_late`), and here every other node with so low a number is lifted out
 of the way. That relies on `Node._sequence_nr` and `_set_sequence_nr`, which have been there since
 torch 2.3 but are not documented; without them, waiting sends could be entered too early and passes
 with residual paths could wait for each other for ever.
@@ -62,12 +62,6 @@ class Walk:
     recvs: list[list[Any]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """How many nodes each source was the first to reach."""
-
-
-def enter_late(send: Send, number: int) -> None:
-    """Have the engine enter a send after all else that is ready, later ones first."""
-    # 0 is for what comes later still: `gates.py`.
-    send.node._set_sequence_nr(number + 1)
 
 
 def cut(

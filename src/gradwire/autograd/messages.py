@@ -86,9 +86,11 @@ class About(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """A message of a direct pass, without the gradients."""
+    """A message of a direct pass, without the gradients; begins as `About`."""
 
-    about: About
+    context: int
+    number: int
+    flags: int
     since: int
     """Whoever leads has ended all its passes of this context before this one."""
     depth: int = 0
@@ -156,8 +158,8 @@ def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
 
 def direct(trip: Trip, deliveries: Sequence[Plain]) -> Direct:
     """What goes on from whoever got, or made, this trip."""
-    (context, number, flags), since, depth = trip
-    facts = [context, number, flags, since, depth + 1]
+    facts = [*trip]
+    facts[-1] += 1
     return Direct(*_put_plain(facts, deliveries))
 
 
@@ -169,11 +171,9 @@ def read_direct(direct: Direct) -> tuple[Trip, list[Plain]]:
     """
     try:
         facts = array("q", direct.facts)
-        context, number, flags, since, depth = facts[:5]
-        found = _take_plain(facts, 5, direct.gradients)
+        return Trip(*facts[:5]), _take_plain(facts, 5, direct.gradients)
     except (TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"a message of a pass makes no sense: {error}") from None
-    return Trip(About(context, number, flags), since, depth), found
 
 
 def pack_followed(deliveries: Sequence[Plain], parked: Iterable[int]) -> Any:

@@ -7,11 +7,12 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
+import torch
 from torch import Tensor
 
 from ..errors import CallTimeout
 from ..rpc.futures import CallFuture
-from . import deliveries, engine, messages
+from . import deliveries, messages
 from .contexts import Context, unknown
 from .desk import Desk
 from .gradients import Leaf
@@ -99,8 +100,8 @@ class Round:
 
     def lead(self, strand: Strand, roots: Sequence[Tensor]) -> None:
         """Run the pass from its roots."""
-        gradients = [engine.ones(root) for root in roots]
-        flags = self._trip.about.flags
+        gradients = [torch.ones_like(root) for root in roots]
+        flags = self._trip.flags
         self._sort(strand.run_from(self._context, roots, gradients, flags))
         self._go_on()
 
@@ -111,7 +112,7 @@ class Round:
 
     def abandon(self) -> None:
         """The pass has failed: those who are still at work for us need not be."""
-        context, number, _ = self._trip.about
+        context, number = self._trip[:2]
         failed = messages.pack(Failed(self._desk.me, "", "", "", None, ()))
         for worker in self._asked:
             self._desk.tell(worker, messages.Abort(context, number, failed))
@@ -135,7 +136,7 @@ class Round:
 
     def _go_on(self) -> None:
         """Run what is ready, and what follows from it, here and elsewhere."""
-        flags = self._trip.about.flags
+        flags = self._trip.flags
         while True:
             while self._ready:
                 number, strand, gradients = self._ready.pop()

@@ -17,8 +17,9 @@ from __future__ import annotations
 import dataclasses
 import pickle
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ from .signatures import (
 )
 
 SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
+_RESULT, _SPREAD_RESULT = Subject(RESULT), Subject(RESULT, spread=True)
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
@@ -73,6 +75,7 @@ class Codec:
         self._carriers: dict[type, Carrier] = {}
         self._recorder: Recorder | None = None
         self._kinds: dict[type, int] = {Call: CALL}
+        self._subjects: dict[int, Subject] = {}
         self._in_context: set[type] = set()
         self._spread: dict[int, int] = {}  # by kind: the place of the last field
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
@@ -105,6 +108,7 @@ class Codec:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
         self._types[kind] = message
+        self._subjects[kind] = Subject(kind)
         if in_context:
             self._in_context.add(message)
         if is_spread:
@@ -155,7 +159,7 @@ class Codec:
         """A result as a parcel, to be settled, in the context of what it answers."""
         if self._custom is None:
             spread = type(value) is tuple
-            subject = Subject(RESULT, spread=spread)
+            subject = _SPREAD_RESULT if spread else _RESULT
             values = value if spread else (value,)
             parcel = self._short(subject, values, manner, context)
             if parcel is not None:
@@ -178,12 +182,13 @@ class Codec:
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
         kind, fields = self._kinds[type(message)], _fields(message)
+        subject = self._subjects.get(kind) or Subject(kind)
         context = 0
         if self._recorder is not None and type(message) in self._in_context:
             # Without gradients, what is asked for is sent without them, too.
             context = self._recorder.current() if torch.is_grad_enabled() else 0
         values = (*fields[:-1], *fields[-1]) if kind in self._spread else fields
-        parcel = self._short(Subject(kind), values, manner, context)
+        parcel = self._short(subject, values, manner, context)
         if parcel is None:
             return self._general(kind, fields, manner, context)
         return parcel
@@ -249,7 +254,7 @@ class Codec:
             last = self._spread.get(kind)
             if last is not None:
                 values[last:] = [tuple(values[last:])]
-            return self._from_fields(kind, tuple(values))
+            return self._from_fields(kind, values)
         ids = () if kind == CALL or not values else values.pop(0)
         count = len(values) - len(keywords)
         if count < 0:
@@ -267,14 +272,14 @@ class Codec:
         """Whether one kind of message is another, and more."""
         return issubclass(self._types.get(kind, int), self._types.get(other, str))
 
-    def _from_fields(self, kind: int, fields: tuple[Any, ...]) -> Any:
+    def _from_fields(self, kind: int, fields: Sequence[Any]) -> Any:
         if not isinstance(fields, (tuple, list)):
             raise ProtocolError(f"message {kind} without fields")
         try:
             message = self._types[kind](*fields)
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"message {kind} with wrong fields: {error}") from error
-        if not _has_right_types(message):
+        if kind not in self._spread and not _has_right_types(message):
             raise ProtocolError(f"message {kind} with fields of wrong types")
         if kind == FAILURE and self._plain_only and message.pickled is not None:
             raise self._refusal(GENERAL)
@@ -285,7 +290,8 @@ class Codec:
     ) -> Parcel | None:
         parcel = self._encoders[manner.plain].encode(subject, values)
         if parcel is not None:
-            parcel.check(self._limits)
+            if len(parcel.body) > self._limits.body or parcel.bulk_length:
+                parcel.check(self._limits)
             if context:
                 self._record(parcel, context, manner, _recorded(values))
         return parcel
@@ -359,17 +365,18 @@ def _set_apart(found: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
 
 
 def _fields(message: Any) -> tuple[Any, ...]:
-    return tuple([getattr(message, name) for name in _field_names(type(message))])
+    getter = _getters.get(type(message)) or _learn_fields(type(message))
+    return getter(message)
 
 
-def _field_names(message: type) -> list[str]:
-    names = _known_names.get(message)
-    if names is None:
-        names = _known_names[message] = [f.name for f in dataclasses.fields(message)]
-    return names
+def _learn_fields(message: type) -> Callable[[Any], tuple[Any, ...]]:
+    first, *others = [field.name for field in dataclasses.fields(message)]
+    if others:
+        return _getters.setdefault(message, attrgetter(first, *others))
+    return _getters.setdefault(message, lambda only: (getattr(only, first),))
 
 
-_known_names: dict[type, list[str]] = {}
+_getters: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
 
 
 def _has_right_types(message: Any) -> bool:

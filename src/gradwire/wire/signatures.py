@@ -72,7 +72,7 @@ class Encoder:
     def __init__(self, encoding: int, dump: Dump) -> None:
         self._encoding = encoding
         self._dump = dump
-        self._known: dict[Any, _Known | None] = {}
+        self._known: dict[Any, _Known] = {}
 
     def encode(self, subject: Subject, values: tuple[Any, ...]) -> Parcel | None:
         """The message, or None if it has to go the general way."""
@@ -106,7 +106,8 @@ class Encoder:
                 return None
         if len(storages) > 1 and len(set(storages)) < len(storages):
             return None  # shared storages stay shared the general way
-        known = self._look_up(tuple(key), subject, values)
+        signature = tuple(key)
+        known = self._known.get(signature) or self._learn(signature, subject, values)
         if known is None:
             return None
         parts[0] = known.prefix
@@ -115,17 +116,15 @@ class Encoder:
         parcel = Parcel(subject.kind, self._encoding, b"".join(parts))
         return known.with_bulk(parcel, large) if large else parcel
 
-    def _look_up(
+    def _learn(
         self, key: tuple[Any, ...], subject: Subject, values: tuple[Any, ...]
     ) -> _Known | None:
-        try:
-            return self._known[key]
-        except KeyError:
-            known = _describe(subject, values)
+        known = _describe(subject, values)
+        if known is not None:
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.clear()
             self._known[key] = known
-            return known
+        return known
 
 
 class Decoder:
