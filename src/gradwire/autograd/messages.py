@@ -234,9 +234,22 @@ def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> list[Plai
         places = facts[at + 2 : end]
         if end > len(facts) or min(places) < -1 or max(places) >= len(flat) - 1:
             raise ProtocolError(f"send {number} lacks gradients that are not void")
-        deliveries.append((number, [flat[place] for place in places]))
+        found = [flat[place] for place in places]
+        if len(found) > 1:
+            _set_apart(found)
+        deliveries.append((number, found))
         at = end
     return deliveries
+
+
+def _set_apart(gradients: list[Any]) -> None:
+    """Give each of several tensors a gradient of its own."""
+    seen: set[int] = set()
+    for index, gradient in enumerate(gradients):
+        if gradient is not None:
+            if id(gradient) in seen:
+                gradients[index] = gradient.clone()
+            seen.add(id(gradient))
 
 
 def pack(answer: Outcome | Noted) -> Any:
