@@ -26,7 +26,7 @@ def by_autograd_profiler(run: Callable[[], object]) -> list[Any]:
 
 
 def by_profiler(run: Callable[[], object]) -> list[Any]:
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         run()
     return list(profile.events())
 

@@ -64,13 +64,11 @@ def hop(left: int, to: int, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
-_weights: list[torch.Tensor] = []
+_weights = [torch.ones(3, 3, requires_grad=True) for _ in range(10)]
 
 
 def weights() -> list[torch.Tensor]:
     """Ten small parameters of this worker."""
-    if not _weights:
-        _weights.extend(torch.ones(3, 3, requires_grad=True) for _ in range(10))
     return _weights
 
 
