@@ -281,12 +281,6 @@ def test_an_answer_comes_at_once_though_what_was_given_up_still_runs(
     assert workers[0].rpc_sync("worker1", descend, (6,)) == 6
 
 
-def give_up_and_wait() -> str:
-    give_up("inner")
-    GATES["outer"]()
-    return "done"
-
-
 def pass_then_call() -> None:
     GATES["inner"]()
     SEEN["inner"] = back(max, 1, 2)
