@@ -4,11 +4,13 @@ The workers live in this process; the sockets between them are real. `A` calls w
 `T` runs and calls back; `B` runs that on worker 0, and may call worker 1 again.
 """
 
+import random
 import signal
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -279,12 +281,6 @@ def test_an_answer_comes_at_once_though_what_was_given_up_still_runs(
     assert workers[0].rpc_sync("worker1", descend, (6,)) == 6
 
 
-def give_up_and_wait() -> str:
-    give_up("inner")
-    GATES["outer"]()
-    return "done"
-
-
 def pass_then_call() -> None:
     GATES["inner"]()
     SEEN["inner"] = back(max, 1, 2)
@@ -494,3 +490,49 @@ def test_threads_go_when_there_is_nothing_to_do(
     wait_until(lambda: "host" not in {t.name for t in threading.enumerate()})
     run_all(threads, 1)
     threads.close()
+
+
+# All at once
+
+
+def wander(seed: int, depth: int) -> int:
+    """Call back at random, with timeouts that are often too short."""
+    chance = random.Random(seed)
+    for _ in range(chance.randrange(3) if depth else 0):
+        args = (chance.getrandbits(32), depth - 1)
+        timeout = chance.choice([0.0, 0.0, 0.0, 1e-4, 1e-3, 5e-3, 2e-2])
+        how = chance.randrange(8)
+        try:
+            if how == 0:
+                gw.rpc_async(other(), wander, args, timeout=timeout).wait()
+            elif how == 1:
+                gw.rpc_sync("worker2", wander_from_outside, args, timeout=timeout)
+            else:
+                back(wander, *args, timeout=timeout)
+        except gw.CallTimeout:
+            SEEN["late"] = SEEN.get("late", 0) + 1
+    if chance.random() < 0.1:
+        time.sleep(chance.choice([1e-4, 1e-3, 1e-2]))  # nobody relies on it
+    return seed
+
+
+def wander_from_outside(seed: int, depth: int) -> int:
+    to = f"worker{seed % 2}"
+    return int(gw.rpc_sync(to, wander, (seed, depth - 1))) if depth > 0 else seed
+
+
+def test_calls_that_give_up_anywhere_leave_nothing_behind(fuzz_seed: int) -> None:
+    def call(worker: Worker, to: str, first: int) -> None:
+        for seed in range(first, first + 15):
+            assert worker.rpc_sync(to, wander, (seed, 7), timeout=0) == seed
+
+    with socket_world(3, **list(MANNERS.values())[fuzz_seed % 3]) as world:
+        ways = [(world[0], "worker1"), (world[1], "worker0")] * 2
+        calls = [
+            partial(call, *way, 1000 * fuzz_seed + 100 * i)
+            for i, way in enumerate(ways)
+        ]
+        together(*calls)
+        wait_until(lambda: not any(map(parting, world)))
+        for worker, to in ways:
+            assert worker.rpc_sync(to, descend, (6,)) == 6

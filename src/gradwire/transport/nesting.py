@@ -16,8 +16,7 @@ Whoever gives up leaves a lane on which the two ends do not agree any more who w
 whenever no thread does. What is under way comes to its end: late answers are dropped by their
 number, requests are run in threads of their own. These hold, so that everything is read:
 
-* Answers are handed out with the role of the reader held: who has it and no answer yet has not
-  missed it.
+* Answers are handed out by the reader as such: who takes over from it has missed nothing.
 * Who waits without reading (its request is run by B, or another one reads) is rung when that ends.
   If it is not within moments, the poller is asked to look, too.
 * A thread leaves its question before it answers its own request. So when the connector's end has
@@ -263,15 +262,19 @@ class LaneEnd:
             self.settle()
 
     def _watch(self) -> None:
-        if self._error is None and not self._over:
-            self._watched = True
-            self._station.poller.watch(self)
+        with self._lock:  # its descriptor is not closed meanwhile
+            if self._error is None and not self._over:
+                self._watched = True
+                self._station.poller.watch(self)
 
     def _unwatch(self) -> None:
         """A thread reads, or will at once: waking the poller, too, would only disturb."""
-        if self._watched:
+        if not self._watched:
+            return
+        with self._lock:
             self._watched = False
-            self._station.poller.pause(self)
+            if not self._over:
+                self._station.poller.pause(self)
 
     # Answering
 
@@ -331,7 +334,7 @@ class LaneEnd:
     # The end
 
     def settle(self) -> None:
-        """Something came to its end: perhaps all did."""
+        """Something came to its end: perhaps it was the last."""
 
     def untangle(self) -> bool:
         """Whether the lane is as it was in the beginning."""
