@@ -96,6 +96,8 @@ class Context:
         self.gradients: dict[Tensor, Tensor] = {}
         self.parts: dict[int, Part] = {}
         """The passes under way here, by number."""
+        self.led: set[int] = set()
+        """The passes under way that were begun here."""
         self.records: dict[int, Any] = {}
         """What direct passes have done here, by number (`direct.py`)."""
         self.strands: Any = None
@@ -154,6 +156,13 @@ class Context:
         with self.lock:
             direct = [record for record in self.records.values() if record.running]
             return len(self.parts) + len(direct)
+
+    def begin_pass(self, numbers: Numbers) -> tuple[int, int]:
+        """The number of a new pass, and that of the oldest one that was begun here and goes on."""
+        with self.lock:
+            number = numbers.next()
+            self.led.add(number)
+            return number, min(self.led)
 
     def forget_records(self, number: int, since: int) -> None:
         """Whoever leads this pass has ended those before `since`."""

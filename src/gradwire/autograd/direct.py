@@ -22,14 +22,13 @@ from typing import Any
 from torch import Tensor
 
 from ..errors import GradwireError
-from .contexts import Context, Contexts, owner, unknown
+from .contexts import Context, Contexts, unknown
 from .desk import Desk
 from .failures import describe
 from .mail import Ended
 from .messages import (
     ACCUMULATE,
     RETAIN,
-    About,
     Direct,
     Trip,
     pack,
@@ -50,7 +49,7 @@ class DirectPasses:
         self._contexts = contexts
 
     def lead(
-        self, context: Context, about: About, roots: Sequence[Tensor]
+        self, context: Context, trip: Trip, roots: Sequence[Tensor]
     ) -> set[int] | None:
         """Run a pass; the workers that parked something. None: it cannot be run like this.
 
@@ -58,18 +57,15 @@ class DirectPasses:
             Failing: it failed; the cause is the error, if that was here.
             GradwireError: the context is over.
         """
-        if about.flags & ~_PLAIN:
+        if trip.flags & ~_PLAIN:
             return None
-        record = self._join(context, about.number, about.number)
+        record = self._join(context, trip.number, trip.since)
         assert record is not None
         strand = record.strands.of_roots(roots) if record.is_simple else None
         if strand is None:
-            del context.records[about.number]
+            context.records.pop(trip.number, None)
             return None
-        since = about.number
-        if len(context.records) > 1:
-            since = min([n for n in context.records if owner(n) == self._desk.me])
-        current = Round(self._desk, context, record, Trip(*about, since))
+        current = Round(self._desk, context, record, trip)
         try:
             current.lead(strand, roots)
         except Failing:
@@ -81,8 +77,8 @@ class DirectPasses:
         finally:
             with context.lock:
                 record.running -= 1
-                if not current.parked:
-                    context.records.pop(about.number, None)
+                if not current.parked and not record.has_failed:
+                    context.records.pop(trip.number, None)
         return current.parked
 
     def answer(self, sender: int, message: Direct) -> Any:

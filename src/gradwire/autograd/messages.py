@@ -199,6 +199,8 @@ def unpack_followed(answer: Any) -> Followed | Failed:
     try:
         facts = array("q", answer[0])
         end = facts[0] + 1
+        if not 0 < end <= len(facts):
+            raise IndexError(f"{end - 1} workers")
         return Followed(_take_plain(facts, end, answer[1:]), facts[1:end])
     except (TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"an answer of a pass makes no sense: {error}") from None

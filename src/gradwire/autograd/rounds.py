@@ -111,7 +111,11 @@ class Round:
         self._go_on()
 
     def abandon(self) -> None:
-        """The pass has failed: those who are still at work for us need not be."""
+        """The pass has failed: those who are still at work for us need not be.
+
+        What they may still send here is not run.
+        """
+        self._record.has_failed = True
         context, number = self._trip[:2]
         failed = messages.pack(Failed(self._desk.me, "", "", "", None, ()))
         for worker in self._asked:

@@ -44,6 +44,7 @@ from .messages import (
     Over,
     Release,
     Step,
+    Trip,
     pack,
     read_step,
     unpack,
@@ -162,17 +163,21 @@ class Autograd:
         context = self.contexts.get(context_id)
         check_roots(roots)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
-        about = About(context.id, self._passes.next(), flags | anomaly.flags())
+        number, since = context.begin_pass(self._passes)
+        about = About(context.id, number, flags | anomaly.flags())
         with_roots = Start(roots, [None] * len(roots))
-        if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
-            with profiled("torch::distributed::autograd::backward"):
+        try:
+            if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
+                with profiled("torch::distributed::autograd::backward"):
+                    self._lead(context, about, with_roots)
+                return
+            parked = self._lead_directly(context, Trip(*about, since), roots)
+            if parked is None:
                 self._lead(context, about, with_roots)
-            return
-        parked = self._lead_directly(context, about, roots)
-        if parked is None:
-            self._lead(context, about, with_roots)
-        elif parked:
-            self._lead(context, about, Start(parked=parked))
+            elif parked:
+                self._lead(context, about, Start(parked=parked))
+        finally:
+            context.led.discard(number)
 
     def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         self,
@@ -214,10 +219,10 @@ class Autograd:
         return found
 
     def _lead_directly(
-        self, context: Context, about: About, roots: Sequence[Tensor]
+        self, context: Context, trip: Trip, roots: Sequence[Tensor]
     ) -> set[int] | None:
         try:
-            return self._direct.lead(context, about, roots)
+            return self._direct.lead(context, trip, roots)
         except Failing as error:
             failed, cause = error.failed, error.__cause__
         raise self._error(failed, cause)

@@ -33,7 +33,7 @@ from functools import partial
 from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
 from .base import Card, IsOver
-from .questions import Limit, Question, is_answer
+from .questions import MOMENT, Limit, Question, here, is_answer
 from .spin import Spin
 from .station import BROKEN, Station, describe_end
 from .streams import Stream
@@ -43,26 +43,9 @@ log = logging.getLogger("gradwire")
 ALONE = 3
 """Times as long a look for one that waits for a frame and nothing else."""
 
-_MOMENT = 0.001  # seconds for another thread to finish what it just does
 _PATIENCE = 0.005  # seconds after which a nested request counts as a long one
 _LIGHT = 64 << 10  # larger requests may be cut short by their timeout, and the lane too
 _ROLE = "reader"
-
-
-class _Here(threading.local):
-    """What this thread runs: a request of this lane, by which it may ask back."""
-
-    lane: LaneEnd | None = None
-    asker: Question | None = None  # whose thread handed the request over
-
-    def let_asker_rest(self) -> None:
-        """Before this thread spins: else both would want Python's lock at the wrong moment."""
-        if self.asker is not None:
-            self.asker.at_rest.wait(_MOMENT)
-            self.asker = None
-
-
-_here = _Here()
 
 
 class LaneEnd:
@@ -106,7 +89,7 @@ class LaneEnd:
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `wait_for`.
         """
-        if self._error or not self._writing.acquire(timeout=_MOMENT):
+        if self._error or not self._writing.acquire(timeout=MOMENT):
             return None
         question = Question()
         try:
@@ -119,7 +102,7 @@ class LaneEnd:
             parcel.settle(is_idle=True)
             if parcel.meanwhile is not None:
                 parcel.meanwhile()
-            _here.let_asker_rest()
+            here.let_asker_rest()
             limit = Limit(deadline, is_over)
             return self.wait_for(question, limit, self._station.spin)
         finally:
@@ -280,12 +263,12 @@ class LaneEnd:
 
     def run(self, frame: Frame, asker: Question | None = None) -> Parcel:
         """Run a request; its answer."""
-        _here.lane = None if frame.call & 1 else self
-        _here.asker = asker
+        here.lane = None if frame.call & 1 else self
+        here.asker = asker
         try:
             return self._station.receiver.answer(self.peer, frame)
         finally:
-            _here.lane = _here.asker = None
+            here.lane = here.asker = None
 
     def reply(self, number: int, parcel: Parcel) -> None:
         with self._writing:
@@ -386,12 +369,12 @@ def ask_back(
     Raises:
         WorkerLostError, TimeoutError
     """
-    lane = _here.lane
+    lane: LaneEnd | None = here.lane
     if lane is None or lane.peer != to.id or lane._station is not station:
         return None
     if parcel.bulk_length or len(parcel.body) > _LIGHT:
         return None
-    _here.lane = None  # one question at a time
+    here.lane = None  # one question at a time
     try:
         return lane.ask_back(parcel, deadline, is_over)
     except TimeoutError:
@@ -399,4 +382,4 @@ def ask_back(
     except BROKEN as error:
         raise WorkerLostError(to.name, describe_end(error)) from error
     finally:
-        _here.lane = lane
+        here.lane = lane

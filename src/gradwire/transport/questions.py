@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from typing import Any
 
 from ..threads import Bell
 from ..wire.frames import Frame
 from ..wire.messages import FAILURE, RESULT
 from .base import NAP, IsOver
+
+MOMENT = 0.001
+"""Seconds for another thread to fall asleep, or to finish what it just does."""
 
 
 class Question:
@@ -58,3 +63,19 @@ class Limit:
             raise TimeoutError
         if self._deadline is not None and time.monotonic() >= self._deadline:
             raise TimeoutError
+
+
+class Here(threading.local):
+    """What this thread runs: a request of this lane, by which it may ask back."""
+
+    lane: Any = None  # a `LaneEnd`
+    asker: Question | None = None  # whose thread handed the request over
+
+    def let_asker_rest(self) -> None:
+        """Before this thread spins: else both would want Python's lock at the wrong moment."""
+        if self.asker is not None:
+            self.asker.at_rest.wait(MOMENT)
+            self.asker = None
+
+
+here = Here()

@@ -370,10 +370,11 @@ def _fields(message: Any) -> tuple[Any, ...]:
 
 
 def _learn_fields(message: type) -> Callable[[Any], tuple[Any, ...]]:
-    first, *others = [field.name for field in dataclasses.fields(message)]
-    if others:
-        return _getters.setdefault(message, attrgetter(first, *others))
-    return _getters.setdefault(message, lambda only: (getattr(only, first),))
+    names = [field.name for field in dataclasses.fields(message)]
+    if len(names) > 1:
+        return _getters.setdefault(message, attrgetter(*names))
+    get = lambda few: tuple([getattr(few, name) for name in names])  # noqa: E731
+    return _getters.setdefault(message, get)
 
 
 _getters: dict[type, Callable[[Any], tuple[Any, ...]]] = {}

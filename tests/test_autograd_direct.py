@@ -1,0 +1,336 @@
+"""Passes that go the direct way, and those that begin so and go on by the full protocol."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autograd_world import ENOUGH, Autograds, Raises, autograds, doubles
+from gradwire.autograd import messages
+from gradwire.autograd.messages import Abort, Direct, Step
+from gradwire.errors import GradwireError, ProtocolError
+
+close = torch.testing.assert_close
+
+
+class Said:
+    """What the workers of a world say to each other in passes."""
+
+    def __init__(self, world: Autograds) -> None:
+        self.kinds: Counter[type] = Counter()
+        for service in world.services:
+            for name in ("ask", "request"):
+                setattr(service, name, self._noting(getattr(service, name)))
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(to: int, message: Any, *others: Any) -> Any:
+            self.kinds[type(message)] += 1
+            return original(to, message, *others)
+
+        return noting
+
+
+@pytest.fixture(autouse=True)
+def _switch_on() -> None:
+    Raises.is_on = True
+
+
+def called(
+    world: Autograds, context: int, tensor: Tensor, func: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What `func` makes of a tensor of worker 0 on worker 1."""
+    (there,) = world.transfer(0, 1, context, [tensor])
+    (back,) = world.transfer(1, 0, context, [func(there)])
+    return back
+
+
+def tied(world: Autograds, context: int, x: Tensor) -> Tensor:
+    """Something that worker 1 cannot run at once: two of its results have a node in common."""
+    (there,) = world.transfer(0, 1, context, [x])
+    h = torch.sin(there)
+    (a,) = world.transfer(1, 0, context, [h * 2])
+    (b,) = world.transfer(1, 0, context, [h * 3])
+    return (a * b).sum()
+
+
+def test_a_call_and_its_return_take_one_message() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        world[0].backward(context, [called(world, context, x, torch.sin).sum()])
+        close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
+        assert said.kinds == {Direct: 1}
+
+
+def test_back_and_forth_takes_a_message_for_each_time() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        value = x
+        for _ in range(5):
+            value = called(world, context, value * 2, torch.sin)
+        world[0].backward(context, [value.sum()])
+        local = x
+        for _ in range(5):
+            local = torch.sin(local * 2)
+        (gx,) = torch.autograd.grad(local.sum(), [x])
+        close(world[0].get_gradients(context), {x: gx})
+        assert said.kinds == {Direct: 5}
+
+
+def test_what_cannot_be_run_at_once_goes_on_by_the_protocol() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        world[0].backward(context, [tied(world, context, x)])
+        (gx,) = torch.autograd.grad((6 * torch.sin(x) ** 2).sum(), [x])
+        close(world[0].get_gradients(context), {x: gx})
+        assert said.kinds[Direct] == 1
+        assert said.kinds[Step] > 0
+        assert world.passes() == 0
+        assert not any(
+            c.records for service in world.services for c in service.contexts
+        )
+
+
+def test_some_is_run_at_once_and_some_is_parked() -> None:
+    with autograds(3) as world, world[0].context() as context:
+        x, w = doubles(3), doubles(3)
+        (there,) = world.transfer(0, 2, context, [x])
+        (simple,) = world.transfer(2, 0, context, [there * w])
+        loss = tied(world, context, x) + simple.sum()
+        world[0].backward(context, [loss])
+        local = (6 * torch.sin(x) ** 2).sum() + (x * w).sum()
+        gx, gw = torch.autograd.grad(local, [x, w])
+        close(world[0].get_gradients(context), {x: gx})
+        close(world[2].get_gradients(context), {w: gw})
+
+
+def test_the_one_that_leads_may_have_to_park_too() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        h = torch.sin(x)
+        a = called(world, context, h * 2, torch.exp)
+        b = called(world, context, h * 3, torch.exp)
+        world[0].backward(context, [(a + b).sum()])
+        local = (torch.exp(torch.sin(x) * 2) + torch.exp(torch.sin(x) * 3)).sum()
+        (gx,) = torch.autograd.grad(local, [x])
+        close(world[0].get_gradients(context), {x: gx})
+
+
+def test_a_long_way_around_many_workers_does_not_take_many_threads() -> None:
+    with autograds(3) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        value = x
+        for step in range(90):
+            (value,) = world.transfer(step % 3, (step + 1) % 3, context, [value * 1.01])
+        before = threading.active_count()
+        most = 0
+
+        def look(gradient: Tensor) -> None:
+            nonlocal most
+            most = max(most, threading.active_count())
+
+        x.register_hook(look)
+        world[0].backward(context, [value.sum()])
+        close(world[0].get_gradients(context)[x], torch.full_like(x, 1.01**90))
+        assert said.kinds[Direct] == 16
+        assert most - before < 60
+
+
+def test_a_large_graph_goes_by_the_protocol_at_once() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        value = called(world, context, x, torch.sin)
+        for _ in range(300):
+            value = value * 1.001
+        world[0].backward(context, [value.sum()])
+        close(world[0].get_gradients(context)[x], torch.cos(x.detach()) * 1.001**300)
+        assert said.kinds[Direct] == 0
+
+
+@pytest.mark.parametrize("at", ["root", "there"])
+def test_hooks_of_recvs_are_called(at: str) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        seen = []
+        (there,) = world.transfer(0, 1, context, [x])
+        (back,) = world.transfer(1, 0, context, [torch.sin(there)])
+        node: Any = back.grad_fn if at == "root" else there.grad_fn
+        node.register_hook(lambda *_: seen.append(at))
+        world[0].backward(context, [back.sum()])
+        assert seen == [at]
+        close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
+
+
+def test_an_error_is_told_and_the_context_can_be_used_again() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        for is_on in (True, False):
+            Raises.is_on = is_on
+            loss = called(world, context, x * 2, Raises.apply).sum()
+            if is_on:
+                with pytest.raises(
+                    GradwireError, match="Error on Node 1: this backward"
+                ):
+                    world[0].backward(context, [loss])
+            else:
+                world[0].backward(context, [loss])
+        close(world[0].get_gradients(context), {x: torch.full_like(x, 2)})
+        assert world.passes() == 0
+
+
+def test_others_are_told_of_a_failure_while_they_are_at_work() -> None:
+    entered, go_on = threading.Event(), threading.Event()
+
+    def wait(_: Tensor) -> None:
+        entered.set()
+        assert go_on.wait(ENOUGH)
+
+    class Failing(Raises):
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            assert entered.wait(ENOUGH)
+            raise ValueError("this backward fails")
+
+    with autograds(3) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        a = called(world, context, x * 2, Failing.apply)
+        (there,) = world.transfer(0, 2, context, [x * 3])
+        waits = there * 1
+        waits.register_hook(wait)
+        (b,) = world.transfer(2, 0, context, [waits])
+        try:
+            with pytest.raises(GradwireError, match="Error on Node 1: this backward"):
+                world[0].backward(context, [(a * b).sum()])
+            assert said.kinds[Abort] == 1
+        finally:
+            go_on.set()
+        world.until(lambda: world.passes() == 0)
+
+
+def test_what_comes_after_a_failure_is_not_run() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        loss = called(world, context, x, Raises.apply).sum()
+        with pytest.raises(GradwireError, match="this backward fails"):
+            world[0].backward(context, [loss])
+        (here,) = world[0].contexts
+        (failed,) = here.records
+        trip = messages.Trip(context, failed, 0, failed)
+        late = messages.direct(trip, [(next(iter(here.sends)), [torch.ones_like(x)])])
+        assert world[0]._direct.answer(1, late) is None
+        assert world[0].get_gradients(context) == {}
+        Raises.is_on = False
+        world[0].backward(context, [called(world, context, x, Raises.apply).sum()])
+        assert not here.records
+
+
+def test_passes_leave_no_records_behind() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        loss = called(world, context, x * 2, torch.sin).sum()
+        for _ in range(20):
+            world[0].backward(context, [loss], retain_graph=True)
+        (there,) = world[1].contexts
+        assert len(there.records) == 1
+        (here,) = world[0].contexts
+        assert not here.records
+        close(world[0].get_gradients(context)[x], 40 * torch.cos(2 * x.detach()))
+
+
+def test_passes_of_several_threads_keep_what_they_need() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        xs = [doubles(3) for _ in range(8)]
+        losses = [
+            tied(world, context, x)
+            if i % 2
+            else called(world, context, x, torch.sin).sum()
+            for i, x in enumerate(xs)
+        ]
+        errors: list[BaseException] = []
+
+        def run(loss: Tensor) -> None:
+            try:
+                for _ in range(3):
+                    world[0].backward(context, [loss], retain_graph=True)
+            except BaseException as error:  # noqa: BLE001 shown below
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(loss,)) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(ENOUGH)
+        assert not errors
+        found = world[0].get_gradients(context)
+        for i, x in enumerate(xs):
+            local = 6 * torch.sin(x) ** 2 if i % 2 else torch.sin(x)
+            (gx,) = torch.autograd.grad(local.sum(), [x])
+            close(found[x], 3 * gx)
+
+
+def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x, w = doubles(3), doubles(3)
+        called(world, context, x * 2, lambda t: t * w)
+        (there,) = world[1].contexts
+        (number,) = there.sends
+        world[1]._on_abort(0, Abort(context, 77, messages.pack(messages.Done())))
+        trip = messages.Trip(context, 77, 0, 77)
+        late = messages.direct(trip, [(number, [torch.ones_like(x)])])
+        assert world[1]._direct.answer(0, late) is None
+        assert world[1].get_gradients(context) == {}
+
+
+# Messages
+
+
+def test_one_gradient_of_several_tensors_is_sent_once_and_arrives_for_each() -> None:
+    gradient, other = torch.ones(3), torch.zeros(2)
+    trip = messages.Trip(1, 2, 0, 2, 3)
+    said = messages.direct(trip, [(5, [gradient, None, gradient]), (6, [other])])
+    assert len(said.gradients) == 2
+    heard, arrived = messages.read_direct(said)
+    assert heard == trip._replace(depth=4)
+    (first, (a, none, b)), (second, (c,)) = arrived
+    assert (first, second, none) == (5, 6, None)
+    assert a is not b
+    close([a, b, c], [gradient, gradient, other])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda facts, gradients: (facts[:-8], gradients),
+        lambda facts, gradients: (facts[:16], gradients),
+        lambda facts, gradients: (facts + b"x", gradients),
+        lambda facts, gradients: (facts, gradients[:-1]),
+        lambda facts, gradients: (7, gradients),
+    ],
+    ids=["cut", "short", "odd", "lacking", "no bytes"],
+)
+def test_messages_that_make_no_sense_are_refused(change: Any) -> None:
+    said = messages.direct(messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])])
+    with pytest.raises(ProtocolError):
+        messages.read_direct(Direct(*change(said.facts, said.gradients)))
+    answer = messages.pack_followed([(5, [torch.ones(3)])], {1, 2})
+    facts, gradients = change(answer[0], answer[1:])
+    with pytest.raises((ProtocolError, TypeError)):
+        messages.unpack_followed((facts, *gradients) if facts != 7 else facts)
+
+
+def test_an_answer_says_who_has_parked_something() -> None:
+    assert messages.pack_followed([], set()) is None
+    assert messages.unpack_followed(None) == messages.Followed()
+    followed = messages.unpack_followed(messages.pack_followed([], {7, 3}))
+    assert isinstance(followed, messages.Followed)
+    assert list(followed.parked) == [3, 7]
+    assert list(followed.deliveries) == []
