@@ -216,6 +216,39 @@ def test_others_are_told_of_a_failure_while_they_are_at_work() -> None:
         world.until(lambda: world.passes() == 0)
 
 
+@pytest.mark.parametrize("leader", [0, 1])
+def test_a_thread_that_stops_because_of_another_one_says_why(leader: int) -> None:
+    """Worker 1 is busy with what came from 2 while what came from 3 fails there."""
+    has_failed = threading.Event()
+
+    class Failing(Raises):
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+            has_failed.set()
+            raise ValueError("this backward fails")
+
+    with autograds(5) as world, world[leader].context() as context:
+
+        def wait(_: Tensor) -> None:
+            assert has_failed.wait(ENOUGH)
+            (there,) = world[1].contexts
+            world.until(lambda: [r for r in there.records.values() if r.failed])
+
+        busy = doubles(3) * 2
+        busy.register_hook(wait)
+        (there,) = world.transfer(1, 2, context, [busy])
+        (a,) = world.transfer(2, 1, context, [there * 3])
+        (fails,) = world.transfer(1, 3, context, [Failing.apply(doubles(3) * 2)])
+        (other,) = world.transfer(4, 3, context, [doubles(3) * 2])
+        (b,) = world.transfer(3, 1, context, [fails * other])
+        value = a * b
+        if leader == 0:
+            (value,) = world.transfer(1, 0, context, [value])
+        with pytest.raises(GradwireError, match="Error on Node 1: this backward"):
+            world[leader].backward(context, [value.sum()])
+        world.until(lambda: world.passes() == 0)
+
+
 def test_what_comes_after_a_failure_is_not_run() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)
@@ -226,7 +259,8 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
         (failed,) = here.records
         trip = messages.Trip(context, failed, 0, failed)
         late = messages.direct(trip, [(next(iter(here.sends)), [torch.ones_like(x)])])
-        assert world[0]._direct.answer(1, late) is None
+        answer = messages.unpack_followed(world[0]._direct.answer(1, late))
+        assert isinstance(answer, messages.Failed)
         assert world[0].get_gradients(context) == {}
         Raises.is_on = False
         world[0].backward(context, [called(world, context, x, Raises.apply).sum()])

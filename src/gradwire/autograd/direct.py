@@ -25,7 +25,6 @@ from ..errors import GradwireError
 from .contexts import Context, Contexts, unknown
 from .desk import Desk
 from .failures import describe
-from .mail import Ended
 from .messages import (
     ACCUMULATE,
     RETAIN,
@@ -68,16 +67,17 @@ class DirectPasses:
         current = Round(self._desk, context, record, trip)
         try:
             current.lead(strand, roots)
-        except Failing:
-            current.abandon()
+        except Failing as error:
+            current.abandon(error.failed)
             raise
         except BaseException as error:
-            current.abandon()
-            raise Failing(self._describe(error)) from error
+            failed = self._describe(error)
+            current.abandon(failed)
+            raise Failing(failed) from error
         finally:
             with context.lock:
                 record.running -= 1
-                if not current.parked and not record.has_failed:
+                if not current.parked and record.failed is None:
                     context.records.pop(trip.number, None)
         return current.parked
 
@@ -96,9 +96,6 @@ class DirectPasses:
         try:
             current.answer(arrived)
             return pack_followed(current.held, current.parked)
-        except Ended:
-            current.abandon()
-            return None  # whoever asked does not want to know any more
         except Failing as error:
             failed = error.failed
         except Exception as error:  # noqa: BLE001 user code
@@ -106,7 +103,7 @@ class DirectPasses:
         finally:
             with context.lock:
                 record.running -= 1
-        current.abandon()
+        current.abandon(failed)
         return pack(failed)
 
     def _join(self, context: Context, number: int, since: int) -> Record | None:

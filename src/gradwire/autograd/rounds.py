@@ -16,7 +16,6 @@ from . import deliveries, messages
 from .contexts import Context, unknown
 from .desk import Desk
 from .gradients import Leaf
-from .mail import Ended
 from .messages import Failed, Plain, Trip
 from .strands import Found, Strand, Strands
 
@@ -37,8 +36,8 @@ class Record:
 
     __slots__ = (
         "count",
+        "failed",
         "gone",
-        "has_failed",
         "is_simple",
         "parked",
         "ran",
@@ -59,7 +58,8 @@ class Record:
         """The gradients of sends that are still to be run."""
         self.running = 0
         """Threads."""
-        self.has_failed = False
+        self.failed: Failed | None = None
+        """Why it is over. Whoever stops because of it says so: its asker may not know."""
 
 
 class Round:
@@ -110,16 +110,17 @@ class Round:
         self._take(self._asker, arrived)
         self._go_on()
 
-    def abandon(self) -> None:
+    def abandon(self, failed: Failed) -> None:
         """The pass has failed: those who are still at work for us need not be.
 
         What they may still send here is not run.
         """
-        self._record.has_failed = True
+        record = self._record
+        record.failed = record.failed or failed
         context, number = self._trip[:2]
-        failed = messages.pack(Failed(self._desk.me, "", "", "", None, ()))
         for worker in self._asked:
-            self._desk.tell(worker, messages.Abort(context, number, failed))
+            message = messages.Abort(context, number, messages.pack(failed))
+            self._desk.tell(worker, message)
 
     def _take(self, sender: int, arrived: Iterable[Plain]) -> None:
         record = self._record
@@ -226,10 +227,11 @@ class Round:
         self._take(worker, found)
 
     def _is_over(self) -> bool:
-        return self._record.has_failed or self._context.is_released
+        return self._record.failed is not None or self._context.is_released
 
     def _stop(self) -> NoReturn:
         """Raise why the pass is over."""
         if self._context.is_released:
             raise unknown(self._context.id)
-        raise Ended
+        assert self._record.failed is not None
+        raise Failing(self._record.failed)

@@ -297,14 +297,14 @@ class Autograd:
 
     def _on_abort(self, sender: int, abort: Abort) -> None:
         context = self.contexts.arrived(abort.context)
+        failed = unpack(abort.failed)
         with context.lock:
             part = context.parts.get(abort.number)
             record = context.records.get(abort.number)
-            if record is not None:
-                record.has_failed = True
+            if record is not None and isinstance(failed, Failed):
+                record.failed = record.failed or failed
             if part is None:
                 context.ended.add(abort.number)
-        failed = unpack(abort.failed)
         if part is not None and isinstance(failed, Failed):
             part.end(failed)
 
