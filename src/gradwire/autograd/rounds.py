@@ -194,7 +194,7 @@ class Round:
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""
         for number, strand in self._record.strands.bare():
-            if number not in self._record.ran:
+            if number not in self._record.ran and number not in self._ahead:
                 self._ahead[number] = strand.look_ahead()
 
     def _post(self, to: int, leaving: Sequence[Plain]) -> None:

@@ -182,7 +182,7 @@ class Strands:
 
     def bare(self) -> Iterable[tuple[int, Strand]]:
         """Those that something can be seen to ahead of their gradients, by their sends."""
-        strands = self._strands.items()
+        strands = list(self._strands.items())  # in one step: others may add some
         return [(n, strand) for n, strand in strands if type(strand) is BareStrand]
 
     def of_roots(self, roots: Sequence[Tensor]) -> Strand | None:
