@@ -165,10 +165,14 @@ class Context:
             return number, min(self.led)
 
     def forget_records(self, number: int, since: int) -> None:
-        """Whoever leads this pass has ended those before `since`."""
+        """Whoever leads this pass has ended those before `since`.
+
+        What still runs here is of one that failed: the word of that must find it.
+        """
         old = [n for n in self.records if n < since and owner(n) == owner(number)]
         for each in old:
-            del self.records[each]
+            if not self.records[each].running:
+                del self.records[each]
 
 
 def add(before: Tensor | None, more: Tensor) -> Tensor:
