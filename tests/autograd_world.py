@@ -52,10 +52,7 @@ class Autograds:
     ) -> int | None:
         """Record that tensors leave; their mark."""
         wanted = [t for t in tensors if torch.is_grad_enabled() and t.requires_grad]
-        mark = self._recording(src).leaving(context_id, dst, wanted)
-        if mark:
-            self._recording(src).sent(context_id, mark, False)
-        return mark
+        return self._recording(src).leaving(context_id, dst, wanted)
 
     def _recording(self, index: int) -> Recording:
         return Recording(self[index])

@@ -22,9 +22,7 @@ PREFIX = "torch::distributed::autograd::"
 
 
 def send(*tensors: torch.Tensor) -> Send:
-    sent = Send(Crossing(1, 0, 7, len(tensors)), tensors)
-    sent.settle()
-    return sent
+    return Send(Crossing(1, 0, 7, len(tensors)), tensors)
 
 
 def recv(*tensors: torch.Tensor) -> Recv:
@@ -131,7 +129,7 @@ def test_the_node_of_a_send_of_leaves_is_made_once_when_asked_for() -> None:
     assert sent.leaves == ()
 
 
-def test_tensors_with_a_history_have_their_node_before_they_may_change() -> None:
+def test_the_node_of_tensors_with_a_history_is_made_at_once() -> None:
     made = leaves(1)[0] * 2
     before = made.grad_fn
     sent = send(made)

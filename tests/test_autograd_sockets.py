@@ -17,6 +17,7 @@ import gradwire as gw
 from autograd_world import ENOUGH, Raises, doubles
 from calls_world import held, holding, meanwhile
 from gradwire.api import current_worker, enter
+from gradwire.autograd.recording import Recording
 from gradwire.errors import CallTimeout, GradwireError, WorkerLostError
 from gradwire.rpc.functions import async_execution
 from sockets_world import close_world, open_world, vanish, wait_until
@@ -439,3 +440,39 @@ def update(ctx: int, rate: float) -> None:
     weight = weights[current_worker().name]
     with torch.no_grad():
         weight -= rate * gw.get_gradients(ctx)[weight]
+
+
+# Tensors that are changed as soon as they have arrived
+
+kept: dict[str, Tensor] = {}
+
+
+def doubled(x: Tensor) -> Tensor:
+    kept["doubled"] = x * 2
+    return kept["doubled"]
+
+
+def change_what_was_returned() -> None:
+    kept["doubled"].mul_(3)
+
+
+def test_what_is_asked_for_next_does_not_change_what_was_returned(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that returned it is late with what it does afterwards."""
+    has_changed, caller = threading.Event(), threading.current_thread()
+    look = Recording.sent
+
+    def look_late(self: Recording, *args: Any) -> None:
+        if threading.current_thread() is not caller:
+            assert has_changed.wait(ENOUGH)
+        look(self, *args)
+
+    monkeypatch.setattr(Recording, "sent", look_late)
+    with gw.context() as context:
+        x = doubles(SMALL)
+        y = gw.rpc_sync("worker1", doubled, args=(x,))
+        gw.rpc_async("worker1", change_what_was_returned).wait()
+        has_changed.set()
+        gw.backward(context, [y.sum()])
+        close(gw.get_gradients(context), {x: torch.full_like(x, 2)})

@@ -30,7 +30,7 @@ def make(
         traced = [(i, g) for i, g in traced if g.requires_grad]
         if traced:
             link, linked = numbers.next(), tuple([i for i, _ in traced])
-            context.add_send(link, recv.worker, [g for _, g in traced]).settle()
+            context.add_send(link, recv.worker, [g for _, g in traced])
     return recv.id, bare(gradients) or (None,) * recv.count, link, linked
 
 

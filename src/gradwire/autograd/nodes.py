@@ -100,7 +100,7 @@ class Crossing:
 class Send:
     """Tensors that left."""
 
-    __slots__ = ("_output", "_place", "_tensors", "crossing", "leaves")
+    __slots__ = ("_output", "_place", "crossing", "leaves")
 
     def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
         self.crossing = crossing
@@ -108,15 +108,14 @@ class Send:
         """The tensors, if all are leaves and nobody has asked for the node yet."""
         self._place = 0
         self._output: Tensor | None = None
-        self._tensors: Sequence[Tensor] = ()  # otherwise, until they may change
-        if torch.is_anomaly_enabled():  # it notes where nodes are made
-            self._output = _made(_apply_send, crossing, *tensors)
-            return
         for tensor in tensors:
             if not tensor.is_leaf:
-                self._tensors = tensors
+                self._output = _made(_apply_send, crossing, *tensors)
                 return
-        self.leaves = tensors
+        if torch.is_anomaly_enabled():  # it notes where nodes are made
+            self._output = _made(_apply_send, crossing, *tensors)
+        else:
+            self.leaves = tensors
 
     def __repr__(self) -> str:
         return f"<Send of {self.crossing!r}>"
@@ -137,11 +136,6 @@ class Send:
         edges: tuple[tuple[Any, int], ...] = self.node.next_functions
         return edges
 
-    def settle(self) -> None:
-        """Take its place in the graph: its tensors may be changed from now on."""
-        if self._tensors:
-            self._make_late()
-
     def enter_late(self, place: int) -> None:
         """Have the engine enter it after all else that is ready, those of later places first."""
         self._place = place + 1  # 0 is for what comes later still: `gates.py`
@@ -152,14 +146,10 @@ class Send:
         with _making:
             if self._output is not None:
                 return self._output
-            output: Tensor
-            if self._tensors:
-                output = _made(_apply_send, self.crossing, *self._tensors)
-            else:
-                output = _made_late(self.crossing, self.leaves)
+            output = _made_late(self.crossing, self.leaves)
             node: Any = output.grad_fn
             node._set_sequence_nr(self._place)
-            self._output, self._tensors, self.leaves = output, (), ()
+            self._output, self.leaves = output, ()
             return output
 
 

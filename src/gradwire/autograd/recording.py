@@ -40,15 +40,11 @@ class Recording:
         # Whoever is known by now will be told of its end. Others must not hear of it any more.
         return None if context.is_released else mark
 
-    def sent(self, number: int, mark: int, is_idle: bool) -> None:
-        """The message with this mark has left."""
+    def sent(self, number: int) -> None:
+        """A message of a context has left: look at its graph, while others work."""
         context = self._contexts.arrived(number)
-        send = context.sends.get(mark)
-        if send is not None:
-            send.settle()
-            if is_idle:
-                with context.lock:
-                    strands_of(context)
+        with context.lock:
+            strands_of(context)
 
     def arrived(
         self, number: int, mark: int, sender: int, tensors: list[Tensor]

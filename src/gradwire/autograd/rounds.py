@@ -20,6 +20,7 @@ from .messages import Failed, Plain, Trip
 from .strands import Found, Strand, Strands
 
 _DEEPEST = 16  # workers that wait for each other, one behind the other
+_MOST_AHEAD = 8  # strands
 _NAP = 0.05  # seconds between looks at whether the pass has failed elsewhere
 
 
@@ -193,7 +194,10 @@ class Round:
 
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""
-        for number, strand in self._record.strands.bare():
+        bare = self._record.strands.bare()
+        if len(bare) > _MOST_AHEAD:
+            return  # most of them may have no part in this pass
+        for number, strand in bare:
             if number not in self._record.ran and number not in self._ahead:
                 self._ahead[number] = strand.look_ahead()
 

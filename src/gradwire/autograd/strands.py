@@ -180,7 +180,7 @@ class Strands:
         crossings = (*strand.recvs, self.sends[number].crossing)
         return None if _have_hooks(crossings) else strand
 
-    def bare(self) -> Iterable[tuple[int, Strand]]:
+    def bare(self) -> Sequence[tuple[int, Strand]]:
         """Those that something can be seen to ahead of their gradients, by their sends."""
         strands = list(self._strands.items())  # in one step: others may add some
         return [(n, strand) for n, strand in strands if type(strand) is BareStrand]

@@ -245,7 +245,6 @@ class Agent:
             return
         if type(value) is not Later:
             result = self._result(peer, message, value, frame.scope)
-            result.settle()
             self._reply(peer, frame.call, result)
             return
         call, context = frame.call, frame.scope
@@ -253,7 +252,6 @@ class Agent:
         def finished(future: Any) -> None:
             try:
                 parcel = self._result(peer, message, future.value(), context)
-                parcel.settle()
             except BaseException as error:  # noqa: BLE001 user code
                 parcel = self._codec.failure(error, peer.manner)
             self._reply(peer, call, parcel)

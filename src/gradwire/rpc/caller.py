@@ -95,7 +95,7 @@ class Caller:
         """Call and wait; `meanwhile` is called when the request is on its way."""
         if not self._has_lane(peer):
             return wait_after(meanwhile, self.call_async(peer, call, timeout))
-        parcel = encode(self._codec, peer, call, is_settled=False)
+        parcel = encode(self._codec, peer, call)
         parcel.meanwhile = meanwhile
         return self._exchange(peer, parcel, call.function, timeout)
 

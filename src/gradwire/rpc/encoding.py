@@ -34,19 +34,16 @@ def prepare(
     return kind(func, tuple(args or ()), dict(kwargs or {}), modes.capture(), ids)
 
 
-def encode(codec: Codec, peer: Peer, call: Call, *, is_settled: bool = True) -> Parcel:
-    """A call as a parcel. If it is not settled, whoever sends it has to do that at once.
+def encode(codec: Codec, peer: Peer, call: Call) -> Parcel:
+    """A call as a parcel.
 
     Raises:
         TypeError, ValueError: it cannot be sent.
     """
     try:
-        parcel = codec.call(call, peer.manner)
+        return codec.call(call, peer.manner)
     except (RecursionError, pickle.PicklingError) as error:
         if "recursion" not in str(error):
             raise
         what = describe(call.function)
         raise TypeError(f"arguments of {what} nest too deep") from error
-    if is_settled:
-        parcel.settle()
-    return parcel

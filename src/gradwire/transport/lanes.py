@@ -45,7 +45,8 @@ class CallerLane(LaneEnd):
         try:
             with self._writing:
                 self.send(question, parcel, deadline)
-            parcel.settle(is_idle=True)
+            if parcel.afterwards is not None:
+                parcel.afterwards()
             if parcel.meanwhile is not None:
                 parcel.meanwhile()
             permission = self._station.spin if spin else None

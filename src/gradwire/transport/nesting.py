@@ -99,7 +99,8 @@ class LaneEnd:
         finally:
             self._writing.release()
         try:
-            parcel.settle(is_idle=True)
+            if parcel.afterwards is not None:
+                parcel.afterwards()
             if parcel.meanwhile is not None:
                 parcel.meanwhile()
             here.let_asker_rest()
@@ -273,7 +274,8 @@ class LaneEnd:
     def reply(self, number: int, parcel: Parcel) -> None:
         with self._writing:
             self._stream.writer.write(number, parcel)
-        parcel.settle(is_idle=True)
+        if parcel.afterwards is not None:
+            parcel.afterwards()
 
     def _start(self, frame: Frame, asker: Question | None) -> None:
         with self._lock:

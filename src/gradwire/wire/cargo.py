@@ -43,8 +43,8 @@ class Recorder(Protocol):
         None: the context is over, and the message leaves without it.
         """
 
-    def sent(self, context: int, mark: int, is_idle: bool) -> None:
-        """It has left, and its tensors may be changed from now on. `is_idle`: there is time."""
+    def sent(self, context: int) -> None:
+        """It has left, and there is some time now. May be left out."""
 
     def arrived(
         self, context: int, mark: int, sender: int, tensors: list[torch.Tensor]

@@ -127,7 +127,7 @@ class Codec:
         self._recorder = recorder
 
     def call(self, call: Call, manner: Manner) -> Parcel:
-        """A call as a parcel, to be settled; also of a message of an upper layer that is one.
+        """A call as a parcel; also of a message of an upper layer that is one.
 
         Raises:
             TypeError: an argument cannot be sent.
@@ -156,7 +156,7 @@ class Codec:
         return self._general(kind, fields, manner, context)
 
     def result(self, value: Any, manner: Manner, context: int = 0) -> Parcel:
-        """A result as a parcel, to be settled, in the context of what it answers."""
+        """A result as a parcel, in the context of what it answers."""
         if self._custom is None:
             spread = type(value) is tuple
             subject = _SPREAD_RESULT if spread else _RESULT
@@ -306,7 +306,7 @@ class Codec:
         if mark is not None:
             parcel.scope, parcel.mark = context, mark
             if mark:
-                parcel.unsettled = partial(self._recorder.sent, context, mark)
+                parcel.afterwards = partial(self._recorder.sent, context)
         if parcel.kind != RESULT:  # which nobody answers
             end = self._recorder.end_to_tell(manner.to)
             if end is not None:

@@ -75,8 +75,8 @@ class Parcel:
     """An answer that may be held back for a moment, to travel with others."""
     meanwhile: Callable[[], object] | None = None
     """What the sender has to do between sending a request by a lane and waiting."""
-    unsettled: Callable[[bool], object] | None = None
-    """What recording has put off; see `settle`."""
+    afterwards: Callable[[], object] | None = None
+    """What may be done here when it has been sent, and the other side has to do something first."""
 
     def header(self, call: int, segment: int = 0) -> bytes:
         return HEADER.pack(
@@ -91,15 +91,6 @@ class Parcel:
             segment,
             self.over,
         )
-
-    def settle(self, *, is_idle: bool = False) -> None:
-        """See to what was put off until it is sent. Its tensors must not be changed before.
-
-        `is_idle`: there is time now, because the other side has to do something first.
-        """
-        if self.unsettled is not None:
-            unsettled, self.unsettled = self.unsettled, None
-            unsettled(is_idle)
 
     def check(self, limits: Limits) -> None:
         """Refuse here what the other side would refuse.
