@@ -87,6 +87,15 @@ def autograds(size: int, **options: Any) -> Iterator[Autograds]:
             services.close()
 
 
+def there_and_back(
+    world: Autograds, context: int, tensor: Tensor, func: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What `func` makes of a tensor of worker 0 on worker 1."""
+    (there,) = world.transfer(0, 1, context, [tensor])
+    (back,) = world.transfer(1, 0, context, [func(there)])
+    return back
+
+
 class Raises(Function):
     """Raises in its backward, while switched on."""
 

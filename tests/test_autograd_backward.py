@@ -4,7 +4,6 @@ import dataclasses
 import random
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,22 +11,20 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from autograd_world import ENOUGH, Autograds, Raises, autograds, doubles
+from autograd_world import (
+    ENOUGH,
+    Autograds,
+    Raises,
+    autograds,
+    doubles,
+    there_and_back,
+)
 from calls_world import orders
 from gradwire.errors import GradwireError, RemoteError, WorkerLostError
 from gradwire.transport.faulty import Faults
 from sockets_world import socket_world
 
 close = torch.testing.assert_close
-
-
-def there_and_back(
-    world: Autograds, context: int, tensor: Tensor, func: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """What `func` makes of a tensor on worker 1."""
-    (there,) = world.transfer(0, 1, context, [tensor])
-    (back,) = world.transfer(1, 0, context, [func(there)])
-    return back
 
 
 @pytest.fixture(autouse=True)

@@ -9,7 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from autograd_world import ENOUGH, Autograds, Raises, autograds, doubles
+from autograd_world import (
+    ENOUGH,
+    Autograds,
+    Raises,
+    autograds,
+    doubles,
+    there_and_back,
+)
 from gradwire.autograd import messages
 from gradwire.autograd.messages import Abort, Direct, Step
 from gradwire.errors import GradwireError, ProtocolError
@@ -39,15 +46,6 @@ def _switch_on() -> None:
     Raises.is_on = True
 
 
-def called(
-    world: Autograds, context: int, tensor: Tensor, func: Callable[[Tensor], Tensor]
-) -> Tensor:
-    """What `func` makes of a tensor of worker 0 on worker 1."""
-    (there,) = world.transfer(0, 1, context, [tensor])
-    (back,) = world.transfer(1, 0, context, [func(there)])
-    return back
-
-
 def tied(world: Autograds, context: int, x: Tensor) -> Tensor:
     """Something that worker 1 cannot run at once: two of its results have a node in common."""
     (there,) = world.transfer(0, 1, context, [x])
@@ -61,7 +59,7 @@ def test_a_call_and_its_return_take_one_message() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = Said(world)
         x = doubles(3)
-        world[0].backward(context, [called(world, context, x, torch.sin).sum()])
+        world[0].backward(context, [there_and_back(world, context, x, torch.sin).sum()])
         close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
         assert said.kinds == {Direct: 1}
 
@@ -72,7 +70,7 @@ def test_back_and_forth_takes_a_message_for_each_time() -> None:
         x = doubles(3)
         value = x
         for _ in range(5):
-            value = called(world, context, value * 2, torch.sin)
+            value = there_and_back(world, context, value * 2, torch.sin)
         world[0].backward(context, [value.sum()])
         local = x
         for _ in range(5):
@@ -114,8 +112,8 @@ def test_the_one_that_leads_may_have_to_park_too() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)
         h = torch.sin(x)
-        a = called(world, context, h * 2, torch.exp)
-        b = called(world, context, h * 3, torch.exp)
+        a = there_and_back(world, context, h * 2, torch.exp)
+        b = there_and_back(world, context, h * 3, torch.exp)
         world[0].backward(context, [(a + b).sum()])
         local = (torch.exp(torch.sin(x) * 2) + torch.exp(torch.sin(x) * 3)).sum()
         (gx,) = torch.autograd.grad(local, [x])
@@ -147,7 +145,7 @@ def test_a_large_graph_goes_by_the_protocol_at_once() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = Said(world)
         x = doubles(3)
-        value = called(world, context, x, torch.sin)
+        value = there_and_back(world, context, x, torch.sin)
         for _ in range(300):
             value = value * 1.001
         world[0].backward(context, [value.sum()])
@@ -174,7 +172,7 @@ def test_an_error_is_told_and_the_context_can_be_used_again() -> None:
         x = doubles(3)
         for is_on in (True, False):
             Raises.is_on = is_on
-            loss = called(world, context, x * 2, Raises.apply).sum()
+            loss = there_and_back(world, context, x * 2, Raises.apply).sum()
             if is_on:
                 with pytest.raises(
                     GradwireError, match="Error on Node 1: this backward"
@@ -202,7 +200,7 @@ def test_others_are_told_of_a_failure_while_they_are_at_work() -> None:
     with autograds(3) as world, world[0].context() as context:
         said = Said(world)
         x = doubles(3)
-        a = called(world, context, x * 2, Failing.apply)
+        a = there_and_back(world, context, x * 2, Failing.apply)
         (there,) = world.transfer(0, 2, context, [x * 3])
         waits = there * 1
         waits.register_hook(wait)
@@ -252,7 +250,7 @@ def test_a_thread_that_stops_because_of_another_one_says_why(leader: int) -> Non
 def test_what_comes_after_a_failure_is_not_run() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)
-        loss = called(world, context, x, Raises.apply).sum()
+        loss = there_and_back(world, context, x, Raises.apply).sum()
         with pytest.raises(GradwireError, match="this backward fails"):
             world[0].backward(context, [loss])
         (here,) = world[0].contexts
@@ -263,14 +261,16 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
         assert isinstance(answer, messages.Failed)
         assert world[0].get_gradients(context) == {}
         Raises.is_on = False
-        world[0].backward(context, [called(world, context, x, Raises.apply).sum()])
+        world[0].backward(
+            context, [there_and_back(world, context, x, Raises.apply).sum()]
+        )
         assert not here.records
 
 
 def test_passes_leave_no_records_behind() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)
-        loss = called(world, context, x * 2, torch.sin).sum()
+        loss = there_and_back(world, context, x * 2, torch.sin).sum()
         for _ in range(20):
             world[0].backward(context, [loss], retain_graph=True)
         (there,) = world[1].contexts
@@ -286,7 +286,7 @@ def test_passes_of_several_threads_keep_what_they_need() -> None:
         losses = [
             tied(world, context, x)
             if i % 2
-            else called(world, context, x, torch.sin).sum()
+            else there_and_back(world, context, x, torch.sin).sum()
             for i, x in enumerate(xs)
         ]
         errors: list[BaseException] = []
@@ -314,7 +314,7 @@ def test_passes_of_several_threads_keep_what_they_need() -> None:
 def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:
     with autograds(2) as world, world[0].context() as context:
         x, w = doubles(3), doubles(3)
-        called(world, context, x * 2, lambda t: t * w)
+        there_and_back(world, context, x * 2, lambda t: t * w)
         (there,) = world[1].contexts
         (number,) = there.sends
         world[1]._on_abort(0, Abort(context, 77, messages.pack(messages.Done())))
