@@ -175,9 +175,7 @@ class Context:
                 del self.records[each]
 
 
-def add(before: Tensor | None, more: Tensor) -> Tensor:
-    if before is None:
-        return more
+def add(before: Tensor, more: Tensor) -> Tensor:
     if before.layout is not torch.strided:
         return (
             more + before

@@ -21,8 +21,11 @@ _SMALL = 4096  # elements
 
 def make(
     context: Context, recv: Crossing, gradients: Gradients, flags: int, numbers: Numbers
-) -> Delivery:
-    """The gradients of a recv, as they are sent."""
+) -> Delivery | None:
+    """The gradients of a recv, as they are sent; None: there are none."""
+    plain = bare(gradients)
+    if plain is None:
+        return None
     link = 0
     linked: tuple[int, ...] = ()
     if flags & CREATE:
@@ -31,7 +34,7 @@ def make(
         if traced:
             link, linked = numbers.next(), tuple([i for i, _ in traced])
             context.add_send(link, recv.worker, [g for _, g in traced])
-    return recv.id, bare(gradients) or (None,) * recv.count, link, linked
+    return recv.id, plain, link, linked
 
 
 def bare(gradients: Gradients) -> Gradients | None:

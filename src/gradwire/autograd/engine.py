@@ -15,8 +15,7 @@ place. So with `_profiler_enabled`: without it, every pass would pay for being r
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -66,11 +65,6 @@ def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
 
 def is_profiled() -> bool:
     return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
-
-
-def profiled(name: str) -> AbstractContextManager[Any]:
-    """Have the profiler show a block."""
-    return torch.profiler.record_function(name)
 
 
 def is_inside() -> bool:

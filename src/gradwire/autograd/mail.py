@@ -71,13 +71,13 @@ class Mail:
         if progress.is_over:
             raise Ended
         actions: list[Action] = []
-        if all(gradient is None for gradient in gradients):
-            with self.lock:
-                return list(progress.came_empty(recv.id))
         to = recv.worker
         delivery = deliveries.make(
             self._context, recv, gradients, self._flags, self._desk.numbers
         )
+        if delivery is None:
+            with self.lock:
+                return list(progress.came_empty(recv.id))
         with self.lock:
             progress.left(recv.id)
             if to == self._desk.me:

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.profiler import record_function
 
 from ..errors import GradwireError
 from ..ids import WorkerInfo
@@ -23,7 +24,7 @@ from . import anomaly
 from .checks import check_call, check_history, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .direct import DirectPasses
-from .engine import Start, is_profiled, profiled
+from .engine import Start, is_profiled
 from .failures import describe, revive, to_raise
 from .messages import (
     ABORT,
@@ -168,7 +169,7 @@ class Autograd:
         with_roots = Start(roots, [None] * len(roots))
         try:
             if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
-                with profiled("torch::distributed::autograd::backward"):
+                with record_function("torch::distributed::autograd::backward"):
                     self._lead(context, about, with_roots)
                 return
             parked = self._lead_directly(context, Trip(*about, since), roots)

@@ -48,10 +48,6 @@ class Strand:
                 inputs.append(GradientEdge(node, index))
         self._inputs = tuple(inputs)
 
-    def look_ahead(self) -> list[Leaf]:
-        """What can be seen to before the gradients come, for `run`."""
-        return []
-
     def run(
         self,
         context: Context,
@@ -106,6 +102,7 @@ class BareStrand(Strand):
         self._send = send
 
     def look_ahead(self) -> list[Leaf]:
+        """What can be seen to before the gradients come, for `run`."""
         return look_at([node for node, _ in self._send.edges])
 
     def run(
@@ -180,10 +177,10 @@ class Strands:
         crossings = (*strand.recvs, self.sends[number].crossing)
         return None if _have_hooks(crossings) else strand
 
-    def bare(self) -> Sequence[tuple[int, Strand]]:
+    def bare(self) -> Sequence[tuple[int, BareStrand]]:
         """Those that something can be seen to ahead of their gradients, by their sends."""
         strands = list(self._strands.items())  # in one step: others may add some
-        return [(n, strand) for n, strand in strands if type(strand) is BareStrand]
+        return [(n, strand) for n, strand in strands if isinstance(strand, BareStrand)]
 
     def of_roots(self, roots: Sequence[Tensor]) -> Strand | None:
         """What roots reach, as one strand; None: it is not that simple."""

@@ -45,10 +45,7 @@ class CallerLane(LaneEnd):
         try:
             with self._writing:
                 self.send(question, parcel, deadline)
-            if parcel.afterwards is not None:
-                parcel.afterwards()
-            if parcel.meanwhile is not None:
-                parcel.meanwhile()
+            parcel.was_sent()
             permission = self._station.spin if spin else None
             return self.wait_for(question, Limit(deadline, is_over), permission)
         finally:

@@ -99,10 +99,7 @@ class LaneEnd:
         finally:
             self._writing.release()
         try:
-            if parcel.afterwards is not None:
-                parcel.afterwards()
-            if parcel.meanwhile is not None:
-                parcel.meanwhile()
+            parcel.was_sent()
             here.let_asker_rest()
             limit = Limit(deadline, is_over)
             return self.wait_for(question, limit, self._station.spin)
@@ -274,8 +271,7 @@ class LaneEnd:
     def reply(self, number: int, parcel: Parcel) -> None:
         with self._writing:
             self._stream.writer.write(number, parcel)
-        if parcel.afterwards is not None:
-            parcel.afterwards()
+        parcel.was_sent()
 
     def _start(self, frame: Frame, asker: Question | None) -> None:
         with self._lock:

@@ -373,8 +373,7 @@ def _learn_fields(message: type) -> Callable[[Any], tuple[Any, ...]]:
     names = [field.name for field in dataclasses.fields(message)]
     if len(names) > 1:
         return _getters.setdefault(message, attrgetter(*names))
-    get = lambda few: tuple([getattr(few, name) for name in names])  # noqa: E731
-    return _getters.setdefault(message, get)
+    return _getters.setdefault(message, lambda m: tuple([getattr(m, n) for n in names]))
 
 
 _getters: dict[type, Callable[[Any], tuple[Any, ...]]] = {}

@@ -92,6 +92,13 @@ class Parcel:
             self.over,
         )
 
+    def was_sent(self) -> None:
+        """Do what is to be done now that it has left."""
+        if self.afterwards is not None:
+            self.afterwards()
+        if self.meanwhile is not None:
+            self.meanwhile()
+
     def check(self, limits: Limits) -> None:
         """Refuse here what the other side would refuse.
 
