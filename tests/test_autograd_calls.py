@@ -1142,7 +1142,7 @@ def test_the_graph_of_a_call(call: Way, to: int) -> None:
         here, *there = known(world, ctx)
         recv = y.grad_fn
         assert recv.name() == RECV
-        assert recv in [r.node for r in here.recvs.values()]
+        assert recv in here.recvs.values()
         sends = list(here.sends.values())
         assert sends[0].node.name() == SEND
         leaves = [node.variable for node, _ in sends[0].node.next_functions]
@@ -1172,8 +1172,8 @@ def test_the_graph_of_a_nested_call(to: int) -> None:
         assert names(onward.node.next_functions) == [RECV, RECV]
         assert names(answer.node.next_functions) == [RECV]
         first, second = middle.recvs.values()
-        assert onward.node.next_functions[0][0] is first.node
-        assert answer.node.next_functions[0][0] is second.node
+        assert onward.node.next_functions[0][0] is first
+        assert answer.node.next_functions[0][0] is second
         last = world[to].autograd.contexts.get(ctx)
         assert len(last.sends) == (1 if to else 2)
 

@@ -116,7 +116,7 @@ class Worker:
             self._agent, self._executor, pickles=options.allow is None
         )
         self._codec.record_with(Recording(self.autograd))
-        self._agent.run_in_context(self.autograd.contexts.run)
+        self._agent.run_in_context(self.autograd.contexts.run, self.autograd.release)
         self._collectives = Collectives(self._agent)
         self._agent.handle(GREETING, Greeting, lambda sender, message: None)
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradwireError
-from .nodes import Crossing, Recv, Send, make_recv
+from .nodes import Crossing, Send, make_recv
 
 _COUNT_BITS = 48
 _MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
@@ -90,7 +90,7 @@ class Context:
         self.id = number
         self.lock = threading.Lock()
         self.sends: dict[int, Send] = {}
-        self.recvs: dict[int, Recv] = {}
+        self.recvs: dict[int, Any] = {}  # their nodes
         self.known: set[int] = set()
         """The workers that messages of this context went to or came from."""
         self.gradients: dict[Tensor, Tensor] = {}
@@ -129,11 +129,10 @@ class Context:
             self.sends[number] = send
         return send
 
-    def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> Recv:
-        recv = make_recv(Crossing(number, sender, self.id, len(tensors)), tensors)
+    def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> None:
+        node = make_recv(Crossing(number, sender, self.id, len(tensors)), tensors)
         with self.lock:
-            self.recvs[number] = recv
-        return recv
+            self.recvs[number] = node
 
     def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Gradients of one leaf add up. Those that were handed out are left alone."""

@@ -27,6 +27,7 @@ from .messages import CREATE, QUIET, RETAIN
 from .nodes import TOKEN, Crossing, Gradients, Run, here
 
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
+_run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
 class Start(NamedTuple):
@@ -145,7 +146,7 @@ def call(
     gradients.clear()
     here.runs.append(run)
     try:
-        captured: Gradients = torch.autograd.Variable._execution_engine.run_backward(
+        captured: Gradients = _run_backward(
             tuple(outputs),
             given,
             bool(flags & (RETAIN | CREATE)),

@@ -86,7 +86,7 @@ class About(NamedTuple):
 
 
 class Trip(NamedTuple):
-    """A message of a direct pass, without the gradients; begins as `About`."""
+    """A message of a direct pass, without the gradients."""
 
     context: int
     number: int
@@ -95,6 +95,10 @@ class Trip(NamedTuple):
     """Whoever leads has ended all its passes of this context before this one."""
     depth: int = 0
     """How many workers wait for what follows."""
+
+    @property
+    def about(self) -> About:
+        return About(*self[:3])
 
 
 class Followed(NamedTuple):

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -153,20 +153,13 @@ class Send:
             return output
 
 
-class Recv(NamedTuple):
-    """Tensors that arrived."""
-
-    crossing: Crossing
-    node: Any
-
-
-def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Recv:
-    """A recv of these tensors, which become part of the graph in place."""
+def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
+    """The node of a recv of these tensors, which become part of the graph in place."""
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
     _made(_apply_recv, _TOKEN, crossing, tensors)
-    return Recv(crossing, tensors[0].grad_fn)
+    return tensors[0].grad_fn
 
 
 def _made(apply: Any, *inputs: Any) -> Any:
@@ -208,7 +201,7 @@ def _send_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
 
 def _recv_forward(ctx: Any, token: Tensor, crossing: Crossing, tensors: Any) -> Any:
     ctx.crossing = crossing
-    ctx.set_materialize_grads(False)
+    ctx.materialize_grads = False  # all that `set_materialize_grads` does
     return tensors[0] if len(tensors) == 1 else tuple(tensors)
 
 
@@ -236,7 +229,7 @@ _apply_recv = _function("RecvRpc", _recv_forward, _recv_backward)
 def _node_types() -> tuple[type, type, type]:
     crossing = Crossing(0, 0, 0, 1)
     send, recv = Send(crossing, [_TOKEN]), make_recv(crossing, [torch.empty(())])
-    return type(send.node), type(recv.node), type(TOKEN.node)
+    return type(send.node), type(recv), type(TOKEN.node)
 
 
 SEND_NODE, RECV_NODE, LEAF_NODE = _node_types()

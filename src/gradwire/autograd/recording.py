@@ -22,7 +22,6 @@ class Recording:
         self._numbers = autograd.numbers
         self.current = autograd.contexts.current_id
         self.end_to_tell = autograd.releases.take
-        self.ended = autograd.release
 
     def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int | None:
         """A message of a context leaves, with these tensors that need gradients; its mark.

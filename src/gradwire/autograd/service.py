@@ -165,18 +165,17 @@ class Autograd:
         check_roots(roots)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
         number, since = context.begin_pass(self._passes)
-        about = About(context.id, number, flags | anomaly.flags())
-        with_roots = Start(roots, [None] * len(roots))
+        trip = Trip(context.id, number, flags | anomaly.flags(), since)
         try:
             if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
                 with record_function("torch::distributed::autograd::backward"):
-                    self._lead(context, about, with_roots)
+                    self._lead(context, trip.about, Start(roots, [None] * len(roots)))
                 return
-            parked = self._lead_directly(context, Trip(*about, since), roots)
+            parked = self._lead_directly(context, trip, roots)
             if parked is None:
-                self._lead(context, about, with_roots)
+                self._lead(context, trip.about, Start(roots, [None] * len(roots)))
             elif parked:
-                self._lead(context, about, Start(parked=parked))
+                self._lead(context, trip.about, Start(parked=parked))
         finally:
             context.led.discard(number)
 

@@ -37,7 +37,7 @@ class Strand:
         self.recvs: list[Crossing] = []
         self.contexts: set[int] = set()
         """Those in which what it begins with arrived; one, if all is right."""
-        self._ends = ends  # where gradients go in
+        self._ends = [GradientEdge(*end) for end in ends]  # where gradients go in
         self._leaves = leaves
         inputs = [GradientEdge(node, 0) for node in leaves] if leaves else []
         for node in recvs:
@@ -63,7 +63,7 @@ class Strand:
         ends, given = [], []
         for end, gradient in zip(self._ends, gradients, strict=True):
             if gradient is not None:
-                ends.append(GradientEdge(*end))
+                ends.append(end)
                 given.append(gradient)
         gradient = None
         gradients.clear()

@@ -36,7 +36,7 @@ class DistAutogradContext:
 
     def _recv_functions(self) -> dict[int, Any]:
         """By number, the nodes where tensors arrived."""
-        return {number: recv.node for number, recv in self._context.recvs.items()}
+        return dict(self._context.recvs)
 
 
 def is_available() -> bool:

@@ -37,6 +37,7 @@ log = logging.getLogger("gradwire")
 
 Handler = Callable[[int, Any], Any]
 InContext = Callable[[int, Handler, int, Any], Any]
+EndContext = Callable[[int, int], None]
 
 
 class Directory(Protocol):
@@ -55,6 +56,10 @@ class _Nobody:
 
     def card(self, number: int) -> Card | None:
         return None
+
+
+def _ignore(context: int, sender: int) -> None:
+    """Where there are no contexts, none ends."""
 
 
 class Agent:
@@ -91,6 +96,7 @@ class Agent:
         self._handlers: dict[type, Handler] = {Call: self._run_call}
         self._patient: set[type] = set()
         self._in_context: InContext | None = None
+        self._end_context: EndContext = _ignore
         self._peers: dict[int, Peer] = {}
         self._closed = False
         self.run_count = 0
@@ -206,9 +212,13 @@ class Agent:
         if not in_haste:
             self._patient.add(message)
 
-    def run_in_context(self, run: InContext) -> None:
-        """Have messages of a context handled by `run(context, handler, sender, message)`."""
+    def run_in_context(self, run: InContext, end: EndContext) -> None:
+        """Have messages of a context handled by `run(context, handler, sender, message)`.
+
+        `end(context, sender)` is called when the sender has said that a context is over.
+        """
         self._in_context = run
+        self._end_context = end
 
     # Calls from others
 
@@ -224,8 +234,13 @@ class Agent:
                     value.begin()
                 value = value.future.wait()
         except BaseException as error:  # noqa: BLE001 user code
-            return self._codec.failure(error, peer.manner)
-        return self._result(peer, message, value, frame.scope)
+            parcel = self._codec.failure(error, peer.manner)
+        else:
+            parcel = self._result(peer, message, value, frame.scope)
+        if frame.over:  # whoever asked need not wait for that
+            end = partial(self._end_context, frame.over, sender)
+            parcel.afterwards = (*parcel.afterwards, end)
+        return parcel
 
     def arrived(self, sender: int, frame: Frame) -> None:
         """Take what was posted: an answer, or a request to run."""
@@ -236,6 +251,8 @@ class Agent:
             self.caller.complete(peer, frame)
         elif peer.is_new(frame.call):
             self._serve(peer, frame)
+            if frame.over:
+                self._end_context(frame.over, sender)
 
     def _serve(self, peer: Peer, frame: Frame) -> None:
         try:

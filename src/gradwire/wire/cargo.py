@@ -54,9 +54,6 @@ class Recorder(Protocol):
     def end_to_tell(self, to: int) -> tuple[int, Freight] | None:
         """A context that has ended, for a request that goes to one who is to know."""
 
-    def ended(self, context: int, sender: int) -> None:
-        """A message came with the word that a context has ended."""
-
 
 @dataclass(slots=True)
 class Cargo:

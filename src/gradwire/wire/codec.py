@@ -201,8 +201,6 @@ class Codec:
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """
-        if frame.over and self._recorder is not None:
-            self._recorder.ended(frame.over, sender)
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
             subject, values, traced = decoder.decode(frame.body, frame.area)
@@ -306,7 +304,7 @@ class Codec:
         if mark is not None:
             parcel.scope, parcel.mark = context, mark
             if mark:
-                parcel.afterwards = partial(self._recorder.sent, context)
+                parcel.afterwards = (partial(self._recorder.sent, context),)
         if parcel.kind != RESULT:  # which nobody answers
             end = self._recorder.end_to_tell(manner.to)
             if end is not None:

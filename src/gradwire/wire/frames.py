@@ -75,7 +75,7 @@ class Parcel:
     """An answer that may be held back for a moment, to travel with others."""
     meanwhile: Callable[[], object] | None = None
     """What the sender has to do between sending a request by a lane and waiting."""
-    afterwards: Callable[[], object] | None = None
+    afterwards: Sequence[Callable[[], object]] = ()
     """What may be done here when it has been sent, and the other side has to do something first."""
 
     def header(self, call: int, segment: int = 0) -> bytes:
@@ -94,8 +94,8 @@ class Parcel:
 
     def was_sent(self) -> None:
         """Do what is to be done now that it has left."""
-        if self.afterwards is not None:
-            self.afterwards()
+        for do in self.afterwards:
+            do()
         if self.meanwhile is not None:
             self.meanwhile()
 
