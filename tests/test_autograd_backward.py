@@ -491,6 +491,22 @@ def test_contexts_of_a_lost_worker_end() -> None:
         world.until(lambda: len(world[1].contexts) == 0)
 
 
+@pytest.mark.parametrize("is_over", [False, True])
+def test_who_was_called_by_a_lost_worker_hears_of_the_end(is_over: bool) -> None:
+    with autograds(3) as world:
+        context = world[0].new_context()
+        (there,) = world.transfer(0, 1, context.id, [doubles(3)])
+        world.transfer(1, 2, context.id, [there])
+        if is_over:  # and the word of it goes with worker1
+            world[0].contexts.remove(context.id)
+        world.world.kill(1)
+        if not is_over:
+            world.until(lambda: world[0].contexts.get(context.id).known == {2})
+            assert len(world[2].contexts) == 1
+            world[0].release(context.id)
+        world.until(lambda: len(world[2].contexts) == 0)
+
+
 def test_a_release_that_is_lost_is_said_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

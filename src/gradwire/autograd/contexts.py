@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, Protocol
@@ -273,6 +273,20 @@ class Contexts:
                 else:
                     self._contexts[number] = context
         return context
+
+    def claimed(self, numbers: Iterable[int], worker: int) -> tuple[int, ...]:
+        """A worker has contexts that were begun here: it will be told of their end.
+
+        Those of them that are over.
+        """
+        over = []
+        for number in numbers:
+            context = self._contexts.get(number)
+            if context is not None:
+                context.known.add(worker)
+            if context is None or context.is_released:  # perhaps after all were told
+                over.append(number)
+        return tuple(over)
 
     def remove(self, number: int) -> Context | None:
         """Take a context off the table; None if it was not there."""

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from ..errors import ProtocolError
 from .passes import Words
 
-STEP, ABORT, RELEASE, OVER, DIRECT = 48, 49, 50, 51, 52
+STEP, ABORT, RELEASE, OVER, DIRECT, CLAIM = 48, 49, 50, 51, 52, 53
 
 RETAIN, CREATE, ACCUMULATE, QUIET, ANOMALY, CHECK_NAN = 1, 2, 4, 8, 16, 32
 """How a pass is run: keep the graph; make the gradients differentiable; fill `.grad` too; keep no
@@ -72,6 +72,13 @@ class Abort:
 @dataclass(frozen=True, slots=True)
 class Release:
     """A worker → those its contexts know: these are over. Passed on by whoever has one."""
+
+    contexts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A worker → the one that began contexts: who told me of them is lost. Those that are over?"""
 
     contexts: tuple[int, ...]
 

@@ -3,6 +3,10 @@
 The word rides on the next request of a context to that worker, one on each, so that no thread is
 woken for it at either end; what is left after a moment, because there is no such request or it was
 not answered, is gathered into messages of its own. To be told twice does no harm.
+
+The worker that began a context tells those it knows, and they tell those they know. Whoever would
+have heard of it from a worker that is lost *claims* it where it was begun: there it is known from
+then on, or hears that it is over.
 """
 
 from __future__ import annotations
@@ -10,17 +14,19 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 from ..errors import ClosedError, GradwireError, WorkerLostError
 from ..rpc.futures import CallFuture
 from ..threads import Executor
-from .messages import Release
+from .messages import Claim, Release
 
 log = logging.getLogger("gradwire")
 
 Key = tuple[int, int]  # a worker, and a context that it is to be told of
+Send = Callable[[int, Release | Claim], CallFuture]
 
 _GATHER = 0.02  # seconds; what no request has told is told after one to two of these
 _TRIES = 5
@@ -46,9 +52,7 @@ class Rider:
 class Releases:
     """What is to be told by one worker."""
 
-    def __init__(
-        self, executor: Executor, send: Callable[[int, Release], CallFuture]
-    ) -> None:
+    def __init__(self, executor: Executor, send: Send) -> None:
         self._executor = executor
         self._send = send
         self._lock = threading.Lock()
@@ -82,6 +86,17 @@ class Releases:
             self._new.pop(key, None)
             self._old.pop(key, None)
 
+    def claim(
+        self, worker: int, contexts: Sequence[int], over: Callable[[int], None]
+    ) -> None:
+        """Have contexts known to the worker that began them; `over` is told which are over."""
+
+        def answered(found: Any) -> None:
+            for context in found:
+                over(context)
+
+        self._say(worker, Claim(tuple(contexts)), answered)
+
     def _look(self) -> None:
         """Now and then, while there are any: tell by themselves those that nothing has told."""
         with self._lock:
@@ -100,23 +115,31 @@ class Releases:
         for worker, context in late:
             contexts.setdefault(worker, []).append(context)
         for worker, over in contexts.items():
-            self._tell(worker, tuple(over), _TRIES)
+            self._say(worker, Release(tuple(over)))
 
-    def _tell(self, worker: int, contexts: tuple[int, ...], tries: int) -> None:
+    def _say(
+        self,
+        worker: int,
+        message: Release | Claim,
+        heard: Callable[[Any], None] | None = None,
+        tries: int = _TRIES,
+    ) -> None:
         def answered() -> None:
             try:
-                future.value()
+                answer = future.value()
+                if heard is not None:
+                    heard(answer)
             except (WorkerLostError, ClosedError):
                 pass  # it has gone, or we have
             except Exception as error:  # noqa: BLE001 whatever it is: once more
                 if tries > 1:
-                    again = partial(self._tell, worker, contexts, tries - 1)
+                    again = partial(self._say, worker, message, heard, tries - 1)
                     self._executor.call_at(time.monotonic() + _PAUSE, again)
                 else:
-                    log.warning("contexts %s stay on %d: %s", contexts, worker, error)
+                    log.warning("%s was not answered by %d: %s", message, worker, error)
 
         try:
-            future = self._send(worker, Release(contexts))
+            future = self._send(worker, message)
         except GradwireError:
             return
         future.on_done(answered)

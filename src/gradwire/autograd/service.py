@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -29,6 +30,7 @@ from .failures import describe, revive, to_raise
 from .messages import (
     ABORT,
     ACCUMULATE,
+    CLAIM,
     CREATE,
     DIRECT,
     OVER,
@@ -38,6 +40,7 @@ from .messages import (
     STEP,
     Abort,
     About,
+    Claim,
     Direct,
     Done,
     Failed,
@@ -90,12 +93,13 @@ class Autograd:
         self._calls = calls
         self._passes = Numbers(self.me)
         self._direct = DirectPasses(self, self.contexts)
-        self.releases = Releases(executor, self._tell_release)
+        self.releases = Releases(executor, self._say)
         calls.handle(STEP, Step, self._on_step, is_spread=True)
         calls.handle(DIRECT, Direct, self._direct.answer, is_spread=True)
         calls.handle(OVER, Over, self._on_over)
         calls.handle(ABORT, Abort, self._on_abort)
         calls.handle(RELEASE, Release, self._on_release)
+        calls.handle(CLAIM, Claim, self._on_claim)
         self._unsubscribe = calls.gone.subscribe(self._worker_gone)
 
     def __repr__(self) -> str:
@@ -312,16 +316,26 @@ class Autograd:
         for context_id in release.contexts:
             self.release(context_id, sender)
 
-    def _tell_release(self, worker: int, release: Release) -> CallFuture:
-        return self._calls.request(worker, release, _PATIENCE)
+    def _on_claim(self, sender: int, claim: Claim) -> tuple[int, ...]:
+        return self.contexts.claimed(claim.contexts, sender)
+
+    def _say(self, worker: int, message: Release | Claim) -> CallFuture:
+        return self._calls.request(worker, message, _PATIENCE)
 
     def _worker_gone(self, info: WorkerInfo) -> None:
+        orphans: dict[int, list[int]] = {}
         for context in self.contexts:
-            context.known.discard(info.id)
             for part in list(context.parts.values()):
                 part.worker_gone(info.id, info.name)
-            if owner(context.id) == info.id:  # nobody else would end it
+            began = owner(context.id)
+            if began == info.id:  # nobody else would end it
                 self.release(context.id)
+            elif began != self.me and info.id in context.known:
+                orphans.setdefault(began, []).append(context.id)
+            context.known.discard(info.id)
+        for began, numbers in orphans.items():
+            end = partial(self.release, told_by=began)
+            self.executor.submit(partial(self.releases.claim, began, numbers, end))
 
     def close(self) -> None:
         """End all contexts here; nobody is told."""
