@@ -23,9 +23,11 @@ class Spin:
         self._seconds = seconds
         self._busy = False
 
-    def look(self, attempt: Callable[[], T | None], times: int = 1) -> T | None:
+    def look(self, attempt: Callable[[], T], times: int = 1) -> T | None:
         """What `attempt` finds within a short while; None if nothing, or if another spins.
 
+        It is called as it is, for what wraps it would make each look longer: when there is
+        nothing, it may return nothing or raise BlockingIOError.
         `times`: how many times as long to look as usual.
         """
         if self._busy or not self._seconds:
@@ -34,10 +36,14 @@ class Spin:
         now = time.perf_counter
         end = now() + self._seconds * times
         try:
-            while (found := attempt()) is None:
+            while True:
+                try:
+                    if found := attempt():
+                        return found
+                except BlockingIOError:
+                    pass
                 if now() > end:
                     return None
-            return found
         finally:
             self._busy = False
 
@@ -56,18 +62,17 @@ class Patience:
         self._next_skips = 0
         self._credit = 0
 
-    def look(
-        self, spin: Spin, attempt: Callable[[], T | None], times: int = 1
-    ) -> T | None:
+    def look(self, spin: Spin, attempt: Callable[[], T], times: int = 1) -> T | None:
         """What spinning finds; None at once where it has not paid lately."""
         if self._skips:
             self._skips -= 1
             return None
         found = spin.look(attempt, times)
         if found is not None:
-            self._credit = min(self._credit + 1, self._MOST_CREDIT)
-            if self._credit == self._PRICE:
-                self._next_skips = 0
+            if self._credit < self._MOST_CREDIT:
+                self._credit += 1
+                if self._credit == self._PRICE:
+                    self._next_skips = 0
         elif self._credit >= self._PRICE:
             self._credit -= self._PRICE
         else:

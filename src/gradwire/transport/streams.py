@@ -58,8 +58,8 @@ class StreamReader:
             deque()
         )  # of the long frame, still to be filled
 
-    def pull(self) -> None:
-        """Read what is there, once; complete frames are added to `frames`.
+    def pull(self) -> bool:
+        """Read what is there, once; complete frames are added to `frames`. True: it did.
 
         Raises:
             BlockingIOError: nothing is there.
@@ -72,7 +72,7 @@ class StreamReader:
                 raise EOFError("connection closed in the middle of a frame")
             self._traffic.received += count
             self._filled(count)
-            return
+            return True
         data = self._recv(_CHUNK)
         if not data:
             raise EOFError("connection closed")
@@ -89,6 +89,7 @@ class StreamReader:
             at += used
         if at < len(data):
             self._rest = data[at:]
+        return True
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
@@ -264,6 +265,7 @@ class Stream:
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._patience = Patience()
+        self._pull = self.reader.pull
 
     def share_memory(
         self, pool: SegmentPool | None, segments: SegmentMap | None
@@ -277,19 +279,12 @@ class Stream:
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
         """
-        if spin is not None and self._patience.look(spin, self._attempt, times):
+        if spin is not None and self._patience.look(spin, self._pull, times):
             return
         try:
-            self.reader.pull()
+            self._pull()
         except BlockingIOError:
             poll_until(self._readable, deadline)
-
-    def _attempt(self) -> bool | None:
-        try:
-            self.reader.pull()
-        except BlockingIOError:
-            return None
-        return True
 
     def hang_up(self) -> None:
         """End the connection; whoever waits on it wakes up."""
