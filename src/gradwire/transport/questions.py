@@ -18,14 +18,25 @@ MOMENT = 0.001
 class Question:
     """What a thread has asked by a lane, and waits for."""
 
-    __slots__ = ("answer", "at_rest", "bell", "jobs", "number")
+    __slots__ = ("_bells", "answer", "jobs", "number")
 
     def __init__(self) -> None:
         self.number = 0  # none: it is not sent
         self.answer: Frame | None = None
-        self.bell = Bell()
         self.jobs = 0  # requests that came while it read, and are being run
-        self.at_rest = Bell()  # rung when its thread goes to sleep without reading
+        # Most questions need none. Who rings or waits first makes one, in a single step,
+        # so that both have the same, and what is rung before anybody waits is not lost.
+        self._bells: dict[str, Bell] = {}
+
+    @property
+    def bell(self) -> Bell:
+        """Rung when there may be something for its thread to do."""
+        return self._bells.get("bell") or self._bells.setdefault("bell", Bell())
+
+    @property
+    def at_rest(self) -> Bell:
+        """Rung when its thread goes to sleep without reading."""
+        return self._bells.get("rest") or self._bells.setdefault("rest", Bell())
 
 
 def is_answer(frame: Frame) -> bool:
