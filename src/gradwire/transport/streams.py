@@ -94,22 +94,24 @@ class StreamReader:
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
         header = parse_header(data, self._limits, at)
+        _, _, _, length, _, _, _, bulk, segment, _ = header
         start = at + HEADER.size
-        end = start + header.body
-        in_stream = header.bulk and not header.segment
+        end = start + length
+        in_stream = bulk and not segment
         if end <= len(data) and not in_stream:
             self._finish(header, data[start:end], None)
             return end - at
-        if not in_stream and header.body <= _CHUNK:
+        if not in_stream and length <= _CHUNK:
             return 0
         return HEADER.size + self._begin_long(header, memoryview(data)[start:])
 
     def _begin_long(self, header: Header, data: memoryview) -> int:
         """Have the rest of this frame received straight to where it belongs."""
-        body = bytearray(header.body)
+        _, _, _, length, _, _, _, bulk, segment, _ = header
+        body = bytearray(length)
         area = None
-        if header.bulk and not header.segment:
-            area = self._recycler.area(header.bulk)
+        if bulk and not segment:
+            area = self._recycler.area(bulk)
         self._long = header, body, area
         parts = [memoryview(body), memoryview(area or b"").cast("B")]
         self._parts = deque(p for p in parts if p)
@@ -132,16 +134,16 @@ class StreamReader:
             self._finish(header, memoryview(body), area)
 
     def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
-        if header.kind in NOTES:
-            self.said_goodbye |= header.kind == GOODBYE
-            self.notes.append(header.kind)
+        _, kind, encoding, _, call, scope, mark, bulk, segment, over = header
+        if kind in NOTES:
+            self.said_goodbye |= kind == GOODBYE
+            self.notes.append(kind)
             return
-        if header.segment:
+        if segment:
             if self.segments is None:
                 raise ProtocolError("frame in shared memory, but none is shared")
-            area = self.segments.area(header.segment, header.bulk)
-            self._traffic.received += header.bulk
-        _, kind, encoding, _, call, scope, mark, _, _, over = header
+            area = self.segments.area(segment, bulk)
+            self._traffic.received += bulk
         self.frames.append(Frame(kind, encoding, call, scope, body, area, mark, over))
 
 
@@ -152,6 +154,7 @@ class StreamWriter:
         self.segments: SegmentPool | None = None
         self._traffic = traffic
         self._sock = sock
+        self._send = sock.send
         self._waiting = waiting
         self.drained_at = 0.0  # when the other end last made room in a full connection
         self._writable = select.poll()
@@ -179,7 +182,7 @@ class StreamWriter:
 
     def write_bytes(self, data: bytes, deadline: float | None = None) -> None:
         try:
-            sent = self._sock.send(data)
+            sent = self._send(data)
         except BlockingIOError:
             sent = 0
         self._traffic.sent += sent

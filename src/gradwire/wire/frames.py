@@ -145,19 +145,8 @@ class Limits(NamedTuple):
     bulk: int
 
 
-class Header(NamedTuple):
-    """The fields of a header, checked."""
-
-    version: int
-    kind: int
-    encoding: int
-    body: int
-    call: int
-    scope: int
-    mark: int
-    bulk: int
-    segment: int
-    over: int
+Header = tuple[int, int, int, int, int, int, int, int, int, int]
+"""The fields of a header as listed above, checked: a bare tuple is taken apart the fastest."""
 
 
 def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Header:
@@ -166,15 +155,14 @@ def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Heade
     Raises:
         ProtocolError: it is not one, or announces more than the limits allow.
     """
-    header = Header._make(HEADER.unpack_from(data, at))
-    if header.version != VERSION:
-        raise ProtocolError(
-            f"frame of version {header.version}, this is version {VERSION}"
-        )
-    if header.body > limits.body:
-        raise ProtocolError(f"body of {header.body} bytes, the limit is {limits.body}")
-    if header.bulk > limits.bulk:
-        raise ProtocolError(f"bulk of {header.bulk} bytes, the limit is {limits.bulk}")
+    header: Header = HEADER.unpack_from(data, at)
+    version, _, _, body, _, _, _, bulk, _, _ = header
+    if version != VERSION:
+        raise ProtocolError(f"frame of version {version}, this is version {VERSION}")
+    if body > limits.body:
+        raise ProtocolError(f"body of {body} bytes, the limit is {limits.body}")
+    if bulk > limits.bulk:
+        raise ProtocolError(f"bulk of {bulk} bytes, the limit is {limits.bulk}")
     return header
 
 
