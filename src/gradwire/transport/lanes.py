@@ -14,7 +14,7 @@ from collections.abc import Callable
 from ..wire.frames import Frame, Parcel
 from .base import IsOver
 from .nesting import ALONE, LaneEnd
-from .questions import Limit, Question, is_answer
+from .questions import ANSWERS, Limit, Question
 from .station import BROKEN, Station
 from .streams import Stream
 
@@ -124,10 +124,11 @@ class ServerLane(LaneEnd):
                 while not frames:
                     read(deadline, spin, ALONE)
                 frame = frames.popleft()
-                if is_answer(frame):
+                if frame.kind in ANSWERS:
                     self._hand_out(frame, None)
                     continue
-                self._take_in(None)
+                if frames:
+                    self._take_in(None)
                 return frame
         finally:
             self._let_go()

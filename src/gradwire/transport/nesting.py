@@ -33,7 +33,7 @@ from functools import partial
 from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
 from .base import Card, IsOver
-from .questions import MOMENT, Limit, Question, here, is_answer
+from .questions import ANSWERS, MOMENT, Limit, Question, here
 from .spin import Spin
 from .station import BROKEN, Station, describe_end
 from .streams import Stream
@@ -55,7 +55,9 @@ class LaneEnd:
         self.peer = peer
         self._station = station
         self._stream = stream
+        self._answer = station.receiver.answer
         self._frames = stream.reader.frames
+        self._write = stream.writer.write
         self._writing = threading.Lock()
         self._lock = threading.Lock()
         # Who reads. To take the role and to know who has it is one step: a Ctrl-C loses nothing.
@@ -111,9 +113,10 @@ class LaneEnd:
         self._asked += 2
         number = self._asked + (parcel.meanwhile is not None)  # odd: nobody reads yet
         self._questions[number] = question
-        self._unwatch()
+        if self._watched:
+            self._unwatch()
         try:
-            self._stream.writer.write(number, parcel, deadline)
+            self._write(number, parcel, deadline)
         except BaseException as error:
             del self._questions[number]
             self.fail(error)
@@ -214,7 +217,7 @@ class LaneEnd:
         frames = self._frames
         while frames:
             frame = frames.popleft()
-            if is_answer(frame):
+            if frame.kind in ANSWERS:
                 self._hand_out(frame, reader)
             else:
                 self._start(frame, reader)
@@ -232,7 +235,8 @@ class LaneEnd:
         """Become the one who reads, if there is none."""
         if self._reader.setdefault(_ROLE, who) is not who:
             return False
-        self._unwatch()
+        if self._watched:
+            self._unwatch()
         return True
 
     def _let_go(self) -> None:
@@ -250,8 +254,6 @@ class LaneEnd:
 
     def _unwatch(self) -> None:
         """A thread reads, or will at once: waking the poller, too, would only disturb."""
-        if not self._watched:
-            return
         with self._lock:
             self._watched = False
             if not self._over:
@@ -259,18 +261,17 @@ class LaneEnd:
 
     # Answering
 
-    def run(self, frame: Frame, asker: Question | None = None) -> Parcel:
+    def run(self, frame: Frame) -> Parcel:
         """Run a request; its answer."""
         here.lane = None if frame.call & 1 else self
-        here.asker = asker
         try:
-            return self._station.receiver.answer(self.peer, frame)
+            return self._answer(self.peer, frame)
         finally:
-            here.lane = here.asker = None
+            here.lane = None
 
     def reply(self, number: int, parcel: Parcel) -> None:
         with self._writing:
-            self._stream.writer.write(number, parcel)
+            self._write(number, parcel)
         parcel.was_sent()
 
     def _start(self, frame: Frame, asker: Question | None) -> None:
@@ -287,9 +288,10 @@ class LaneEnd:
 
     def _run_apart(self, only: list[Frame], asker: Question | None) -> None:
         """In a thread for it alone: run a request and answer it."""
+        here.asker = asker
         try:
             frame = only.pop()
-            number, parcel = frame.call, self.run(frame, asker)
+            number, parcel = frame.call, self.run(frame)
             del frame  # its memory goes back before the caller goes on
             self.reply(number, parcel)
         except BaseException as error:
@@ -297,6 +299,7 @@ class LaneEnd:
             if not isinstance(error, BROKEN):
                 raise
         finally:
+            here.asker = None
             self._job_ended(asker)
 
     def _job_ended(self, asker: Question | None) -> None:
@@ -319,10 +322,11 @@ class LaneEnd:
 
     def untangle(self) -> bool:
         """Whether the lane is as it was in the beginning."""
-        with self._lock:
-            if self.is_settled:
-                self._tangled = False
-            return not self._tangled and self._error is None
+        if self._tangled:
+            with self._lock:
+                if self.is_settled:
+                    self._tangled = False
+        return not self._tangled and self._error is None
 
     def fail(self, error: BaseException) -> None:
         """The lane is of no more use: tell all who wait."""

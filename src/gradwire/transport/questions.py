@@ -15,6 +15,10 @@ MOMENT = 0.001
 """Seconds for another thread to fall asleep, or to finish what it just does."""
 
 
+ANSWERS = (RESULT, FAILURE)
+"""The kinds of frames that are answers."""
+
+
 class Question:
     """What a thread has asked by a lane, and waits for."""
 
@@ -37,10 +41,6 @@ class Question:
     def at_rest(self) -> Bell:
         """Rung when its thread goes to sleep without reading."""
         return self._bells.get("rest") or self._bells.setdefault("rest", Bell())
-
-
-def is_answer(frame: Frame) -> bool:
-    return frame.kind in (RESULT, FAILURE)
 
 
 class Limit:

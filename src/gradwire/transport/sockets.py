@@ -34,6 +34,7 @@ from .links import IncomingLink, OutgoingLink
 from .listener import Listener
 from .nesting import ask_back
 from .poller import Poller
+from .questions import here
 from .segments import Recycler
 from .spin import Spin
 from .station import Station
@@ -148,9 +149,10 @@ class SocketTransport:
         is_over: IsOver | None = None,
     ) -> Frame:
         deadline = None if timeout is None else time.monotonic() + timeout
-        frame = ask_back(self._station, to, parcel, deadline, is_over)
-        if frame is not None:
-            return frame
+        if here.lane is not None:
+            frame = ask_back(self._station, to, parcel, deadline, is_over)
+            if frame is not None:
+                return frame
         link = self._out.get(to.id) or self._connect(to, deadline)
         return link.exchange(parcel, deadline, is_over)
 
