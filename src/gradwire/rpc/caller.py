@@ -86,7 +86,7 @@ class Caller:
         """The calls to a worker that may still be answered."""
         with self._lock:
             posted = {pending.call for pending in self._calls if pending.to == to}
-            lanes = {~number for number, at in self._exchanging.items() if at == to}
+            lanes = {~n for n, at in self._exchanging.copy().items() if at == to}
             return posted | lanes | self._opening
 
     def call_sync(
@@ -271,10 +271,10 @@ class Caller:
             except TimeoutError:
                 raise self.timeout_error(describe(what), peer.name, seconds) from None
             arrived = frame.kind == RESULT
-            return after(frame, self._open(peer, what, frame))
+            value = self._open(peer, what, frame)
+            return after(frame, value) if frame.waits else value
         finally:
-            with self._lock:
-                del self._exchanging[number]
+            del self._exchanging[number]  # in one step, as copying it: it needs no lock
             if parcel.freight:
                 account(parcel.freight, arrived=arrived)
 
