@@ -94,9 +94,15 @@ class StreamReader:
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
         header = parse_header(data, self._limits, at)
-        _, _, _, length, _, _, _, bulk, segment, _ = header
+        _, kind, encoding, length, call, scope, mark, bulk, segment, over = header
         start = at + HEADER.size
         end = start + length
+        if end <= len(data) and not (bulk or segment or kind in NOTES):  # as most are
+            body = data[start:end]
+            self.frames.append(
+                Frame(kind, encoding, call, scope, body, None, mark, over)
+            )
+            return end - at
         in_stream = bulk and not segment
         if end <= len(data) and not in_stream:
             self._finish(header, data[start:end], None)
