@@ -5,10 +5,15 @@ import collections
 import enum
 import functools
 import gc
+import importlib
 import sys
+import textwrap
+import threading
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -154,6 +159,53 @@ def test_an_unhashable_callable_has_no_name() -> None:
 def test_a_name_that_leads_nowhere_is_a_lookup_error(name: str) -> None:
     with pytest.raises(LookupError, match="here"):
         resolve(name)
+
+
+def test_a_name_leads_to_what_is_there_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = types.ModuleType("changing"), types.ModuleType("changing")
+    first.function, second.function = double, wrapper
+    monkeypatch.setitem(sys.modules, "changing", first)
+    for _ in range(2):
+        assert resolve("changing:function") is double
+    first.function = closure
+    assert resolve("changing:function") is closure
+    del first.function
+    with pytest.raises(LookupError, match="no 'function' in module 'changing'"):
+        resolve("changing:function")
+    monkeypatch.setitem(sys.modules, "changing", second)
+    assert resolve("changing:function") is wrapper
+    monkeypatch.delitem(sys.modules, "changing")
+    with pytest.raises(LookupError, match="no module 'changing'"):
+        resolve("changing:function")
+
+
+def test_a_function_is_found_when_its_module_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if the thread that imports the module has looked for the function meanwhile."""
+    gate = types.SimpleNamespace(reached=threading.Event(), opened=threading.Event())
+    monkeypatch.setitem(sys.modules, "gate", gate)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = """
+        import gate
+        from gradwire.wire.functions import resolve
+        def function(): return late
+        assert resolve("slowly:function") is function
+        gate.reached.set()
+        assert gate.opened.wait(60)
+        late = True
+    """
+    (tmp_path / "slowly.py").write_text(textwrap.dedent(code))
+    with ThreadPoolExecutor(2) as pool:
+        importing = pool.submit(importlib.import_module, "slowly")
+        assert gate.reached.wait(60)
+        running = pool.submit(lambda: resolve("slowly:function")())
+        early = wait([running], 0.1).done
+        gate.opened.set()
+        assert not early
+        assert running.result(60) is True
+        importing.result(60)
+    monkeypatch.delitem(sys.modules, "slowly")
 
 
 # What the main script defines

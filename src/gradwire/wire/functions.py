@@ -20,6 +20,7 @@ import torch
 
 CHILD_MAIN = "__mp_main__"  # what multiprocessing calls the main module in its children
 MAIN_MODULES = ("__main__", CHILD_MAIN)
+_MAX_REMEMBERED = 4096
 _METHODS = (types.MethodType, types.BuiltinMethodType)  # made anew at every look
 
 
@@ -48,7 +49,7 @@ class Names:
             name = _find_name(func)
             if name is None:  # not remembered: a closure may hold much
                 return None
-            if len(self._names) > 4096:
+            if len(self._names) > _MAX_REMEMBERED:
                 self._names.clear()
             self._names[func] = name
         return None if name.startswith("__main__:") and not same_main else name
@@ -60,18 +61,39 @@ def resolve(name: str) -> Any:
     Raises:
         LookupError: there is no such module or attribute here.
     """
-    module, _, qualname = name.partition(":")
     try:
-        __import__(module)  # waits if it is just being imported
-        obj: Any = sys.modules[module]
+        title, module, attribute = _places[name]
+        if sys.modules[title] is module:
+            return getattr(module, attribute)
+    except (KeyError, AttributeError):  # never seen, or not there any more
+        pass
+    return _look_up(name)
+
+
+_places: dict[str, tuple[str, types.ModuleType, str]] = {}
+"""Where names were found: modules that need no import, and what to ask them for."""
+
+
+def _look_up(name: str) -> Any:
+    title, _, qualname = name.partition(":")
+    try:
+        __import__(title)  # waits if it is just being imported
+        module: Any = sys.modules[title]
     except (ImportError, ValueError, TypeError) as error:  # or no name of a module
-        raise LookupError(f"no module {module!r} here ({error})") from error
+        raise LookupError(f"no module {title!r} here ({error})") from error
+    found = module
     for part in qualname.split("."):
         try:
-            obj = getattr(obj, part)
+            found = getattr(found, part)
         except AttributeError as error:
-            raise LookupError(f"no {qualname!r} in module {module!r} here") from error
-    return obj
+            raise LookupError(f"no {qualname!r} in module {title!r} here") from error
+    spec = getattr(module, "__spec__", None)
+    is_ready = not getattr(spec, "_initializing", False)  # it is us who import it
+    if is_ready and "." not in qualname:
+        if len(_places) > _MAX_REMEMBERED:
+            _places.clear()
+        _places[name] = title, module, qualname
+    return found
 
 
 def _find_name(func: Any) -> str | None:
