@@ -149,8 +149,8 @@ def test_a_long_signature_goes_the_general_way(manner: Manner) -> None:
 def test_the_signatures_remembered_are_bounded() -> None:
     encoder, decoder = Encoder(PLAIN_SHORT, dump_plain), Decoder(load_plain)
     for number in range(1000):
-        subject = Subject(CALL, f"module:{number}" + "x" * 3000)
-        parcel = encoder.encode(subject, ())
+        subject: Subject = (CALL, f"module:{number}" + "x" * 3000, (), None, False)
+        parcel = encoder.encode(subject, (), [])
         assert parcel is not None
         assert decoder.decode(parcel.body, None) == (subject, [], [])
     assert sum(map(len, decoder._known)) <= 1 << 20

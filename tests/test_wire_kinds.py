@@ -139,8 +139,9 @@ def test_a_kind_that_cannot_be_sent_is_refused_by_name(
 
 def test_a_tensor_without_its_memory_is_refused(manner: Manner) -> None:
     tensor = torch.ones(100)
+    rest = tensor[1:]
     tensor.untyped_storage().resize_(0)
-    for value in (tensor, [tensor]):
+    for value in (tensor, rest, [tensor]):
         with pytest.raises(TypeError, match="freed"):
             packed(value, manner)
 

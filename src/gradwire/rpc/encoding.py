@@ -31,7 +31,8 @@ def prepare(
         raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
     if kwargs is not None and not isinstance(kwargs, dict):
         raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
-    return kind(func, tuple(args or ()), dict(kwargs or {}), modes.capture(), ids)
+    named = dict(kwargs) if kwargs else {}
+    return kind(func, tuple(args or ()), named, modes.capture(), ids)
 
 
 def encode(codec: Codec, peer: Peer, call: Call) -> Parcel:

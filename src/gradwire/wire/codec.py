@@ -32,17 +32,11 @@ from .frames import Frame, Limits, Parcel
 from .functions import Names
 from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
 from .pickling import PickleSerializer, Reducer, Serializer
-from .signatures import (
-    Decoder,
-    Encoder,
-    Subject,
-    dump_pickle,
-    dump_plain,
-    load_plain,
-)
+from .signatures import Decoder, Encoder, Subject, dump_pickle, dump_plain, load_plain
 
 SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
-_RESULT, _SPREAD_RESULT = Subject(RESULT), Subject(RESULT, spread=True)
+_RESULT: Subject = (RESULT, None, (), None, False)
+_SPREAD_RESULT: Subject = (RESULT, None, (), None, True)
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
@@ -108,7 +102,7 @@ class Codec:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
         self._types[kind] = message
-        self._subjects[kind] = Subject(kind)
+        self._subjects[kind] = (kind, None, (), None, False)
         if in_context:
             self._in_context.add(message)
         if is_spread:
@@ -139,8 +133,10 @@ class Codec:
         if type(name) is not str:
             name = self._names.name_of(name, manner.same_main)
         if name is not None and self._custom is None:
-            subject = Subject(kind, name, tuple(call.kwargs), call.modes)
-            values = (*call.args, *call.kwargs.values()) if call.kwargs else call.args
+            values, names = call.args, tuple(call.kwargs) if call.kwargs else ()
+            if names:
+                values = (*values, *call.kwargs.values())
+            subject = (kind, name, names, call.modes, False)
             if kind != CALL:
                 values = (call.ids, *values)
             parcel = self._short(subject, values, manner, context)
@@ -182,7 +178,7 @@ class Codec:
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
         kind, fields = self._kinds[type(message)], _fields(message)
-        subject = self._subjects.get(kind) or Subject(kind)
+        subject = self._subjects[kind]
         context = 0
         if self._recorder is not None and type(message) in self._in_context:
             # Without gradients, what is asked for is sent without them, too.
@@ -205,7 +201,7 @@ class Codec:
         if decoder is not None:
             subject, values, traced = decoder.decode(frame.body, frame.area)
             recorder = self._recorder if frame.scope else None
-            found = [values[i] for i in traced]
+            found = [values[i] for i in traced] if traced else []
             if recorder is None or not frame.mark:
                 for tensor in found:
                     tensor.requires_grad_()
@@ -251,7 +247,7 @@ class Codec:
         if name is None:
             last = self._spread.get(kind)
             if last is not None:
-                values[last:] = [tuple(values[last:])]
+                values = [*values[:last], tuple(values[last:])]
             return self._from_fields(kind, values)
         ids = () if kind == CALL or not values else values.pop(0)
         count = len(values) - len(keywords)
@@ -286,12 +282,13 @@ class Codec:
     def _short(
         self, subject: Subject, values: tuple[Any, ...], manner: Manner, context: int
     ) -> Parcel | None:
-        parcel = self._encoders[manner.plain].encode(subject, values)
+        found: list[torch.Tensor] = []
+        parcel = self._encoders[manner.plain].encode(subject, values, found)
         if parcel is not None:
             if len(parcel.body) > self._limits.body or parcel.bulk_length:
                 parcel.check(self._limits)
             if context:
-                self._record(parcel, context, manner, _recorded(values))
+                self._record(parcel, context, manner, found)
         return parcel
 
     def _record(

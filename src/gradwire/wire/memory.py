@@ -23,30 +23,26 @@ class _Arrays(dict[int, Any]):
         return array
 
 
-_arrays = _Arrays()
-
-
-def array(length: int) -> Any:
-    """The type of so many bytes; `array(n).from_address(there).raw` are those at an address."""
-    return _arrays[length]
+arrays = _Arrays()
+"""The types of so many bytes; `arrays[n].from_address(there).raw` are those at an address."""
 
 
 def read(tensor: torch.Tensor, length: int) -> bytes:
     """A copy of the first `length` bytes at the tensor's address."""
     if not length:
         return b""
-    return _arrays[length].from_address(tensor.data_ptr()).raw  # type: ignore[no-any-return]
+    return arrays[length].from_address(tensor.data_ptr()).raw  # type: ignore[no-any-return]
 
 
 def write(tensor: torch.Tensor, data: bytes | memoryview) -> None:
     """Put `data` at the tensor's address; the tensor has room for it."""
     if len(data):
-        _arrays[len(data)].from_address(tensor.data_ptr()).raw = data
+        arrays[len(data)].from_address(tensor.data_ptr()).raw = data
 
 
 def view(tensor: torch.Tensor) -> memoryview:
     """The tensor's bytes in place. Holds no reference: keep the tensor meanwhile."""
-    return memoryview(_arrays[tensor.nbytes].from_address(tensor.data_ptr())).cast("B")
+    return memoryview(arrays[tensor.nbytes].from_address(tensor.data_ptr())).cast("B")
 
 
 def place(tensor: torch.Tensor) -> int:

@@ -18,7 +18,7 @@ import pickle
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -32,6 +32,7 @@ Load = Callable[[Any], Any]
 Step = Callable[[Any, int, Any, Any], Any]
 
 _STRIDED = torch.strided
+_REAL = frozenset(dtype for dtype in DTYPE_CODES if not dtype.is_complex)
 _LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
@@ -41,15 +42,9 @@ _MAX_REMEMBERED = 4096
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 
 
-class Subject(NamedTuple):
-    """What a signature is about, besides the values."""
-
-    kind: int
-    name: str | None = None
-    keywords: tuple[str, ...] = ()
-    modes: tuple[Any, ...] | None = None
-    spread: bool = False
-    """The values are the items of one tuple."""
+Subject = tuple[int, str | None, tuple[str, ...], tuple[Any, ...] | None, bool]
+"""What a signature is about, besides the values: the kind of message; the name of a function,
+keyword names and modes, for calls; and whether the values are the items of one tuple."""
 
 
 @dataclass(slots=True)
@@ -74,8 +69,13 @@ class Encoder:
         self._dump = dump
         self._known: dict[Any, _Known] = {}
 
-    def encode(self, subject: Subject, values: tuple[Any, ...]) -> Parcel | None:
-        """The message, or None if it has to go the general way."""
+    def encode(
+        self, subject: Subject, values: tuple[Any, ...], found: list[torch.Tensor]
+    ) -> Parcel | None:
+        """The message, or None if it has to go the general way.
+
+        Tensors that require grad are added to `found`.
+        """
         key: list[Any] = [subject]
         parts = [b""]
         data: list[Any] = []
@@ -83,17 +83,14 @@ class Encoder:
         storages: list[int] = []
         for value in values:
             if type(value) is torch.Tensor:
-                if not _is_simple(value):
+                there = _look_at(value, key, storages, found)
+                if there is None:
                     return None
-                key += (value.dtype, value.shape, value.requires_grad)
                 length = value.nbytes
-                storages.append(value.untyped_storage().data_ptr())
-                if length and not storages[-1]:
-                    return None  # freed: the general way says so
                 if length > INLINE:
                     large.append(value.detach().view(-1))
-                else:
-                    parts.append(memory.read(value, length))
+                elif length:
+                    parts.append(memory.arrays[length].from_address(there).raw)
             elif value is None:
                 key.append(None)
             elif type(value) is bytes and _is_raw(value):
@@ -113,7 +110,7 @@ class Encoder:
         parts[0] = known.prefix
         if data:
             parts.append(self._dump(data))
-        parcel = Parcel(subject.kind, self._encoding, b"".join(parts))
+        parcel = Parcel(subject[0], self._encoding, b"".join(parts))
         return known.with_bulk(parcel, large) if large else parcel
 
     def _learn(
@@ -172,8 +169,8 @@ def _parse(signature: Any, load: Load) -> tuple[Subject, _Plan]:
     # Unpacked only if it is a tuple: a tensor in its place could have any number of items.
     if type(signature) is not tuple or any(type(x) is not tuple for x in signature):
         raise TypeError("not two tuples")
-    fields, specs = signature
-    kind, name, keywords, modes, spread = subject = Subject(*fields)
+    subject, specs = signature
+    kind, name, keywords, modes, spread = subject
     if not (
         type(kind) is int
         and (name is None or type(name) is str)
@@ -191,26 +188,40 @@ def _is_raw(value: bytes) -> bool:
     return 0 < len(value) <= _MAX_RAW and not len(value) % 8
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    """Whether it is its memory, in order, and nothing else.
+def _look_at(
+    tensor: torch.Tensor,
+    key: list[Any],
+    storages: list[int],
+    found: list[torch.Tensor],
+) -> int | None:
+    """Where it is, if it is its memory, in order, and nothing else; None if not.
+
+    Adds what there is to say of it to the lists.
 
     `is_conj` and `is_neg` let go of the GIL, which costs more than all the rest where another
     thread wants it. So they are asked only where they can be true: a tensor is conjugate only if
     it is complex, and negative only as the imaginary part of such a one, which has a stride of two
     and begins at an odd offset.
     """
-    dtype = tensor.dtype
+    dtype, offset = tensor.dtype, tensor.storage_offset()
     if not (
         tensor.layout is _STRIDED
         and tensor.is_cpu
         and tensor.is_contiguous()
-        and dtype in DTYPE_CODES
         and not tensor.is_nested
+        and (dtype in _REAL or (dtype in DTYPE_CODES and not tensor.is_conj()))
+        and (not offset or tensor.numel() > 1 or not tensor.is_neg())
     ):
-        return False
-    if dtype.is_complex:
-        return not tensor.is_conj()
-    return tensor.numel() > 1 or not tensor.storage_offset() or not tensor.is_neg()
+        return None
+    storage = tensor.untyped_storage().data_ptr()
+    if not storage and tensor.numel():
+        return None  # freed: the general way says so
+    needs_grad = tensor.requires_grad
+    if needs_grad:
+        found.append(tensor)
+    key += (dtype, tensor.shape, needs_grad)
+    storages.append(storage)
+    return tensor.data_ptr() if offset else storage
 
 
 def _is_small(value: Any, depth: int) -> bool:
@@ -245,7 +256,7 @@ def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
             bulk = aligned(bulk + value.nbytes)
         else:
             specs.append((*spec, -1))
-    signature = plain.dumps((tuple(subject), tuple(specs)), [])
+    signature = plain.dumps((subject, tuple(specs)), [])
     if len(signature) > _MAX_SIGNATURE:
         return None
     return _Known(_LENGTH.pack(len(signature)) + signature, offsets, bulk)
@@ -283,8 +294,11 @@ class _Plan:
             data = self._load(body[start:])
             if type(data) is not list or len(data) != self._data:
                 raise ProtocolError("data does not fit its signature")
+        values = []
         try:
-            return [step(body, at, area, data) for step in self._steps]
+            for step in self._steps:
+                values.append(step(body, at, area, data))
+            return values
         except (TypeError, RuntimeError) as error:
             raise ProtocolError(f"tensor cannot be made here: {error}") from error
 
@@ -340,7 +354,7 @@ def _fetch_small(dtype: torch.dtype, shape: Any, start: int, length: int) -> Ste
     end = start + length
     if not length:
         return lambda body, at, area, data: make(*sizes)
-    array = memory.array(length)
+    array = memory.arrays[length]
 
     def step(body: Any, at: int, area: Any, data: Any) -> torch.Tensor:
         tensor = make(*sizes)
