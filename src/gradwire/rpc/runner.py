@@ -45,7 +45,12 @@ class Runner:
             NotAllowedError: it is not on the allow-list.
             LookupError: there is no such function here.
         """
-        return self.run_function(self._find(call.function), call)
+        function = call.function
+        if self._allow is not None:
+            function = _find_allowed(self._allow, function)
+        elif type(function) is str:
+            function = resolve(function)
+        return self.run_function(function, call)
 
     def run_method(self, value: Any, call: Call) -> Any:
         """What a method of an object returns; the call has its name.
@@ -85,10 +90,9 @@ class Runner:
     def close(self) -> None:
         self._loops.close()
 
-    def _find(self, function: Any) -> Any:
-        if self._allow is None:
-            return resolve(function) if isinstance(function, str) else function
-        self._allow.check(function)
-        found = resolve(function)
-        self._allow.check_resolved(function, found)
-        return found
+
+def _find_allowed(allow: AllowList, function: Any) -> Any:
+    allow.check(function)
+    found = resolve(function)
+    allow.check_resolved(function, found)
+    return found

@@ -52,7 +52,7 @@ class Names:
             if len(self._names) > _MAX_REMEMBERED:
                 self._names.clear()
             self._names[func] = name
-        return None if name.startswith("__main__:") and not same_main else name
+        return name if same_main or not name.startswith("__main__:") else None
 
 
 def resolve(name: str) -> Any:
