@@ -37,6 +37,8 @@ from .signatures import Decoder, Encoder, Subject, dump_pickle, dump_plain, load
 SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
 _RESULT: Subject = (RESULT, None, (), None, False)
 _SPREAD_RESULT: Subject = (RESULT, None, (), None, True)
+_Fields = Callable[[Any], tuple[Any, ...]]
+_Upper = tuple[Subject, _Fields, bool, bool]  # the flags are those of `Codec.register`
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
@@ -69,8 +71,7 @@ class Codec:
         self._carriers: dict[type, Carrier] = {}
         self._recorder: Recorder | None = None
         self._kinds: dict[type, int] = {Call: CALL}
-        self._subjects: dict[int, Subject] = {}
-        self._in_context: set[type] = set()
+        self._upper: dict[type, _Upper] = {}
         self._spread: dict[int, int] = {}  # by kind: the place of the last field
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
@@ -102,9 +103,8 @@ class Codec:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
         self._types[kind] = message
-        self._subjects[kind] = (kind, None, (), None, False)
-        if in_context:
-            self._in_context.add(message)
+        subject = (kind, None, (), None, False)
+        self._upper[message] = subject, _getter(message), in_context, is_spread
         if is_spread:
             self._spread[kind] = len(dataclasses.fields(message)) - 1
 
@@ -170,23 +170,23 @@ class Codec:
         pickler = PickleSerializer(self._reducers, same_main=same)
         failure = describe_failure(error, None if manner.plain else pickler, trace)
         try:
-            return self._general(FAILURE, _fields(failure), manner)
+            return self._general(FAILURE, _fields_of_failure(failure), manner)
         except Exception:  # noqa: BLE001 user code; or it is larger than the limits
             short = shorten(failure, min(_MOST_TEXT, self._limits.body // 16))
-            return self._general(FAILURE, _fields(short), manner)
+            return self._general(FAILURE, _fields_of_failure(short), manner)
 
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
-        kind, fields = self._kinds[type(message)], _fields(message)
-        subject = self._subjects[kind]
+        subject, fields_of, in_context, is_spread = self._upper[type(message)]
+        fields = fields_of(message)
         context = 0
-        if self._recorder is not None and type(message) in self._in_context:
-            # Without gradients, what is asked for is sent without them, too.
-            context = self._recorder.current() if torch.is_grad_enabled() else 0
-        values = (*fields[:-1], *fields[-1]) if kind in self._spread else fields
+        # Without gradients, what is asked for is sent without them, too.
+        if in_context and self._recorder is not None and torch.is_grad_enabled():
+            context = self._recorder.current()
+        values = (*fields[:-1], *fields[-1]) if is_spread else fields
         parcel = self._short(subject, values, manner, context)
         if parcel is None:
-            return self._general(kind, fields, manner, context)
+            return self._general(subject[0], fields, manner, context)
         return parcel
 
     def open(self, frame: Frame, sender: int = -1) -> Any:
@@ -246,9 +246,9 @@ class Codec:
             return Call(name, tuple(values), {}, modes)
         if name is None:
             last = self._spread.get(kind)
-            if last is not None:
-                values = [*values[:last], tuple(values[last:])]
-            return self._from_fields(kind, values)
+            if last is None or len(values) < last:
+                return self._from_fields(kind, values)
+            return self._types[kind](*values[:last], tuple(values[last:]))
         ids = () if kind == CALL or not values else values.pop(0)
         count = len(values) - len(keywords)
         if count < 0:
@@ -359,25 +359,21 @@ def _set_apart(found: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
             tensor.data = tensor.data.clone()
 
 
-def _fields(message: Any) -> tuple[Any, ...]:
-    getter = _getters.get(type(message)) or _learn_fields(type(message))
-    return getter(message)
-
-
-def _learn_fields(message: type) -> Callable[[Any], tuple[Any, ...]]:
+def _getter(message: type) -> _Fields:
+    """What gets the fields of such messages."""
     names = [field.name for field in dataclasses.fields(message)]
     if len(names) > 1:
-        return _getters.setdefault(message, attrgetter(*names))
-    return _getters.setdefault(message, lambda m: tuple([getattr(m, n) for n in names]))
+        return attrgetter(*names)
+    return lambda m: tuple([getattr(m, name) for name in names])
 
 
-_getters: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+_fields_of_call, _fields_of_failure = _getter(Call), _getter(Failure)
 
 
 def _has_right_types(message: Any) -> bool:
     """Whether what we use of a message ourselves is what we expect; the rest is for others."""
     if isinstance(message, Call):
-        _, args, kwargs, modes, ids = _fields(message)
+        _, args, kwargs, modes, ids = _fields_of_call(message)
         kinds = (tuple, list)
         return (
             isinstance(args, kinds)
@@ -386,7 +382,7 @@ def _has_right_types(message: Any) -> bool:
             and _are_ids(ids)
         )
     if type(message) is Failure:
-        return all(type(text) is str for text in _fields(message)[:3])
+        return all(type(text) is str for text in _fields_of_failure(message)[:3])
     return True
 
 

@@ -37,7 +37,9 @@ _LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
 _MAX_SIGNATURE = 4096
-_MAX_RAW = 256  # bytes of a string of bytes
+_RAW = frozenset(
+    range(8, 257, 8)
+)  # few lengths, so that few signatures are to be known
 _MAX_REMEMBERED = 4096
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 
@@ -93,7 +95,7 @@ class Encoder:
                     parts.append(memory.arrays[length].from_address(there).raw)
             elif value is None:
                 key.append(None)
-            elif type(value) is bytes and _is_raw(value):
+            elif type(value) is bytes and len(value) in _RAW:
                 key.append(len(value))
                 parts.append(value)
             elif type(value) in _BASIC or _is_small(value, _MAX_DEPTH):
@@ -129,7 +131,7 @@ class Decoder:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._known: dict[bytes, tuple[Subject, _Plan]] = {}
+        self._known: dict[bytes, _Plan] = {}
         self._learned = 0
 
     def decode(
@@ -142,30 +144,41 @@ class Decoder:
         """
         if len(body) < 4:
             raise ProtocolError("message without a signature")
-        end = 4 + _LENGTH.unpack_from(body)[0]
-        signature = bytes(body[4:end])
-        known = self._known.get(signature)
-        if known is None:
-            known = self._learn(signature, end, len(body))
-        subject, plan = known
-        return subject, plan.values(body, end, area), plan.traced
+        at = 4 + _LENGTH.unpack_from(body)[0]
+        signature = bytes(body[4:at])
+        plan = self._known.get(signature) or self._learn(signature, at, len(body))
+        start = at + plan.inline
+        if start > len(body) or (plan.bulk and plan.bulk > _room(area)):
+            raise ProtocolError("message is shorter than its signature says")
+        data = None
+        if plan.data:
+            data = self._load(body[start:])
+            if type(data) is not list or len(data) != plan.data:
+                raise ProtocolError("data does not fit its signature")
+        values = []
+        try:
+            for step in plan.steps:
+                values.append(step(body, at, area, data))
+        except (TypeError, RuntimeError) as error:
+            raise ProtocolError(f"tensor cannot be made here: {error}") from error
+        return plan.subject, values, plan.traced
 
-    def _learn(self, signature: bytes, end: int, length: int) -> tuple[Subject, _Plan]:
+    def _learn(self, signature: bytes, end: int, length: int) -> _Plan:
         if end > length or end > _MAX_SIGNATURE + 4:
             raise ProtocolError(f"signature of {end - 4} bytes")
         try:
-            known = _parse(plain.loads(signature, []), self._load)
+            plan = _parse(plain.loads(signature, []))
         except (TypeError, ValueError, IndexError, RuntimeError) as error:
             raise ProtocolError(f"signature makes no sense: {error}") from error
         self._learned += len(signature)
         if self._learned > _MAX_LEARNED:
             self._known.clear()
             self._learned = len(signature)
-        self._known[signature] = known
-        return known
+        self._known[signature] = plan
+        return plan
 
 
-def _parse(signature: Any, load: Load) -> tuple[Subject, _Plan]:
+def _parse(signature: Any) -> _Plan:
     # Unpacked only if it is a tuple: a tensor in its place could have any number of items.
     if type(signature) is not tuple or any(type(x) is not tuple for x in signature):
         raise TypeError("not two tuples")
@@ -180,12 +193,7 @@ def _parse(signature: Any, load: Load) -> tuple[Subject, _Plan]:
         and type(spread) is bool
     ):
         raise TypeError("subject with fields of wrong types")
-    return subject, _Plan(specs, load)
-
-
-def _is_raw(value: bytes) -> bool:
-    """Whether it goes as it is. Only few lengths do, so that few signatures have to be known."""
-    return 0 < len(value) <= _MAX_RAW and not len(value) % 8
+    return _Plan(subject, specs)
 
 
 def _look_at(
@@ -246,7 +254,7 @@ def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
     bulk = 0
     for value in values:
         if not isinstance(value, torch.Tensor):
-            is_raw = type(value) is bytes and _is_raw(value)
+            is_raw = type(value) is bytes and len(value) in _RAW
             specs.append(None if value is None else len(value) if is_raw else 0)
             continue
         spec = (DTYPE_CODES[value.dtype], tuple(value.shape), value.requires_grad)
@@ -265,42 +273,26 @@ def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
 class _Plan:
     """How to fetch the values that follow a signature."""
 
-    def __init__(self, specs: tuple[Any, ...], load: Load) -> None:
-        self._load = load
-        self._steps: list[Step] = []
-        self.traced: list[int] = []
-        """The places of the tensors that require grad."""
-        self._inline = 0  # bytes of small tensors
-        self._bulk = 0
-        self._data = 0  # values that are plain data
+    __slots__ = ("bulk", "data", "inline", "steps", "subject", "traced")
+
+    def __init__(self, subject: Subject, specs: tuple[Any, ...]) -> None:
+        self.subject = subject
+        self.steps: list[Step] = []
+        self.traced: list[int] = []  # the places of the tensors that require grad
+        self.inline = 0  # bytes of small tensors
+        self.bulk = 0
+        self.data = 0  # values that are plain data
         for spec in specs:
             if spec is None:
-                self._steps.append(_fetch_none)
+                self.steps.append(_fetch_none)
             elif type(spec) is tuple:
-                self._steps.append(self._tensor(*spec))
-            elif type(spec) is int and 0 < spec <= _MAX_RAW:
-                self._steps.append(_fetch_raw(self._inline, spec))
-                self._inline += spec
+                self.steps.append(self._tensor(*spec))
+            elif type(spec) is int and spec in _RAW:
+                self.steps.append(_fetch_raw(self.inline, spec))
+                self.inline += spec
             else:
-                self._steps.append(_fetch_data(self._data))
-                self._data += 1
-
-    def values(self, body: Any, at: int, area: Any) -> list[Any]:
-        start = at + self._inline
-        if start > len(body) or (self._bulk and self._bulk > _room(area)):
-            raise ProtocolError("message is shorter than its signature says")
-        data = None
-        if self._data:
-            data = self._load(body[start:])
-            if type(data) is not list or len(data) != self._data:
-                raise ProtocolError("data does not fit its signature")
-        values = []
-        try:
-            for step in self._steps:
-                values.append(step(body, at, area, data))
-            return values
-        except (TypeError, RuntimeError) as error:
-            raise ProtocolError(f"tensor cannot be made here: {error}") from error
+                self.steps.append(_fetch_data(self.data))
+                self.data += 1
 
     def _tensor(self, code: int, shape: Any, grad: bool, offset: int) -> Step:
         dtype = DTYPES[code]
@@ -313,17 +305,17 @@ class _Plan:
         if offset < 0:
             if length > INLINE:
                 raise ProtocolError(f"small tensor of {length} bytes")
-            step = _fetch_small(dtype, shape, self._inline, length)
-            self._inline += length
+            step = _fetch_small(dtype, shape, self.inline, length)
+            self.inline += length
         else:
             if offset % 64 or not count:
                 raise ProtocolError(f"large tensor of {length} bytes at {offset}")
             step = _fetch_large(dtype, shape, offset, count)
-            self._bulk = max(self._bulk, offset + length)
+            self.bulk = max(self.bulk, offset + length)
         if grad:
             if not (dtype.is_floating_point or dtype.is_complex):
                 raise ProtocolError(f"tensor of {dtype} that requires grad")
-            self.traced.append(len(self._steps))
+            self.traced.append(len(self.steps))
         return step
 
 
