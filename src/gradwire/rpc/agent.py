@@ -293,8 +293,9 @@ class Agent:
     def _result(self, peer: Peer, message: Any, value: Any, context: int) -> Parcel:
         if type(value) is Failed:
             return self._codec.failure(value.error, peer.manner, value.trace)
+        given = getattr(message, "modes", None) if context else None
         try:
-            if context and not modes.allow_grad(getattr(message, "modes", None)):
+            if given is not None and not modes.allow_grad(given):
                 with torch.no_grad():
                     parcel = self._codec.result(value, peer.manner, context)
             else:

@@ -42,9 +42,9 @@ def capture() -> Modes | None:
     return grad, inference, torch.is_autocast_cache_enabled(), casts, anomaly
 
 
-def allow_grad(modes: Modes | None) -> bool:
+def allow_grad(modes: Modes) -> bool:
     """Whether gradients are recorded in these modes."""
-    return modes is None or bool(modes[0])
+    return bool(modes[0])
 
 
 @contextmanager

@@ -221,15 +221,17 @@ def _look_at(
         and (not offset or tensor.numel() > 1 or not tensor.is_neg())
     ):
         return None
-    storage = tensor.untyped_storage().data_ptr()
-    if not storage and tensor.numel():
-        return None  # freed: the general way says so
+    there = storage = tensor.data_ptr()
+    if offset or not there:
+        storage = tensor.untyped_storage().data_ptr()
+        if not storage and tensor.numel():
+            return None  # freed: the general way says so
     needs_grad = tensor.requires_grad
     if needs_grad:
         found.append(tensor)
     key += (dtype, tensor.shape, needs_grad)
     storages.append(storage)
-    return tensor.data_ptr() if offset else storage
+    return there
 
 
 def _is_small(value: Any, depth: int) -> bool:
