@@ -3,18 +3,28 @@
 import json
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+import gradwire as gw
+from gradwire.testing import World
 from gradwire.tools.bench import rivals
 from gradwire.tools.bench.command import main
 from gradwire.tools.bench.contender import available
 from gradwire.tools.bench.picture import draw
 from gradwire.tools.bench.report import Samples, markdown, show, summarize
-from gradwire.tools.bench.tasks import TASKS, Caller
+from gradwire.tools.bench.tasks import (
+    TASKS,
+    Caller,
+    Sample,
+    backward_over_local_nodes,
+    local_nodes,
+)
 
 PNG = b"\x89PNG"
+GREEN, RED = "\x1b[32m", "\x1b[31m"
 
 
 def samples() -> Samples:
@@ -33,6 +43,27 @@ def samples() -> Samples:
     }
 
 
+def shown(summary: dict[str, Any], **options: Any) -> str:
+    text = StringIO()
+    show(summary, Console(file=text, width=120, **options))
+    return text.getvalue()
+
+
+LOCAL = "backward over 5,000 local nodes"
+
+
+def local_samples(*ours: float) -> Samples:
+    """Rounds of a local graph, which plain torch goes through in 20 ms."""
+
+    def rounds(times: list[float]) -> list[Sample | None]:
+        return [
+            {"median": time, "local": 20e-3, "over_local": time / 20e-3 - 1}
+            for time in times
+        ]
+
+    return {LOCAL: {"torch": rounds([21e-3] * len(ours)), "gradwire": rounds([*ours])}}
+
+
 def test_ratios_are_those_of_the_same_round() -> None:
     row = summarize(samples())["no-op call"]
     assert [row[way]["ratio"] for way in row] == pytest.approx([1, 10, 0.5])
@@ -42,9 +73,7 @@ def test_ratios_are_those_of_the_same_round() -> None:
 def test_what_a_way_cannot_do_is_left_out(tmp_path: Path) -> None:
     summary = summarize(samples())
     assert summary["tiny forward and backward"]["Ray"] is None
-    text = StringIO()
-    show(summary, Console(file=text, width=120))
-    assert "–" in text.getvalue()
+    assert "–" in shown(summary)
     draw(summary, tmp_path / "bench.png")
     assert (tmp_path / "bench.png").read_bytes().startswith(PNG)
 
@@ -56,6 +85,55 @@ def test_the_table_for_a_page_has_the_same_figures() -> None:
         "| no-op call | 150 µs | 15 µs, **×10** | 300 µs, ×0.5 |",
         "| tiny forward and backward | 1 ms | 200 µs, **×5** | – |",
     ]
+
+
+def test_what_is_local_is_compared_with_plain_torch() -> None:
+    summary = summarize(local_samples(24e-3, 22e-3, 23e-3))
+    assert summary[LOCAL]["gradwire"]["over_local"] == pytest.approx(0.15)
+    text = shown(summary)
+    assert "│ 23.0 ms  +15 % │" in text
+    assert f"{LOCAL}: 23.0 ms in a context, 20.0 ms without one, +15 %" in text
+    assert markdown(summary).splitlines()[-1] == (
+        f"| {LOCAL} | 21 ms, +5 % | 23 ms, **+15 %** |"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ours", "cell"), [(24e-3, f"{GREEN}+20 %"), (26e-3, f"{RED}+30 %")]
+)
+def test_a_promise_beside_plain_torch_is_shown_as_kept_or_broken(
+    ours: float, cell: str
+) -> None:
+    text = shown(
+        summarize(local_samples(ours)), force_terminal=True, color_system="standard"
+    )
+    assert "< +25 %" in text
+    assert cell in text
+    assert "│ 21.0 ms  +5 % │" in text  # torch has promised nothing: no colour
+
+
+def test_the_local_graph_has_5000_nodes() -> None:
+    root = local_nodes().grad_fn
+    found, waiting = {root}, [root]
+    while waiting:
+        node = waiting.pop()
+        assert node is not None
+        new = {after for after, _ in node.next_functions} - found
+        found |= new
+        waiting += new
+    assert len(found) == 5000
+
+
+def test_a_local_pass_is_measured_beside_plain_torch() -> None:
+    def call(func: object, args: object) -> None: ...
+
+    with World(1) as world, world.as_worker(0):
+        caller = Caller(sync=call, start=call, autograd=gw.autograd)
+        sample = backward_over_local_nodes(caller, 2)
+    assert sample["local"] > 0
+    assert 0 < sample["median"] <= sample["p99"]
+    more = sample["median"] / sample["local"] - 1
+    assert sample["over_local"] == pytest.approx(more)
 
 
 def test_a_way_runs_the_tasks_that_it_can() -> None:
@@ -80,9 +158,12 @@ def test_a_short_run_writes_figures_and_a_picture(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     figures, picture = tmp_path / "bench.json", tmp_path / "bench.png"
-    only = ["--only", "no-op call", "--rounds", "1", "--ways", "torch", "gradwire"]
-    assert main([*only, "--json", str(figures), "--png", str(picture)]) == 0
-    assert json.loads(figures.read_text())["no-op call"]["gradwire"]["ratio"] > 0
+    only = ["--only", "no-op call", "local nodes", "--rounds", "1"]
+    ways = ["--ways", "torch", "gradwire"]
+    assert main([*only, *ways, "--json", str(figures), "--png", str(picture)]) == 0
+    found = json.loads(figures.read_text())
+    assert found["no-op call"]["gradwire"]["ratio"] > 0
+    assert found[LOCAL]["gradwire"]["local"] > 0
     assert picture.read_bytes().startswith(PNG)
     assert "no-op call" in capsys.readouterr().out
 

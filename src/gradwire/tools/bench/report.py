@@ -11,6 +11,10 @@ from rich.table import Table
 from .tasks import TASKS, Sample, Task
 
 BASE = "torch"
+_TITLE = (
+    "medians; ×N: how many times faster than torch in the same run; "
+    "+N %: how much more time than torch.autograd.backward"
+)
 Samples = dict[str, dict[str, list[Sample | None]]]
 """By task and contender, one for each round; None where it cannot do that."""
 
@@ -38,7 +42,7 @@ def summarize(samples: Samples) -> dict[str, Any]:
 def show(summary: dict[str, Any], console: Console) -> None:
     """The tables."""
     ways = list(next(iter(summary.values())))
-    table = Table(title="medians; ×N: how many times faster than torch in the same run")
+    table = Table(title=_TITLE)
     table.add_column("")
     for way in ways:
         table.add_column(way, justify="right")
@@ -46,7 +50,7 @@ def show(summary: dict[str, Any], console: Console) -> None:
     for task in TASKS:
         if task.name in summary:
             cells = [_cell(task, way, row) for way, row in summary[task.name].items()]
-            table.add_row(task.name, *cells, f"×{task.goal:g}" if task.goal else "")
+            table.add_row(task.name, *cells, _goal(task))
     console.print(table)
     for line in _remarks(summary):
         console.print(line)
@@ -68,10 +72,29 @@ def _plain(way: str, row: dict[str, float] | None) -> str:
         return "–"
     seconds = row["median"]
     text = f"{seconds * 1e3:.3g} ms" if seconds >= 1e-3 else f"{seconds * 1e6:.0f} µs"
-    if "ratio" not in row or way == BASE:
+    compared = _compared(way, row, ".2g")
+    if not compared:
         return text
-    ratio = f"×{row['ratio']:.2g}"
-    return f"{text}, **{ratio}**" if way == "gradwire" else f"{text}, {ratio}"
+    return f"{text}, **{compared}**" if way == "gradwire" else f"{text}, {compared}"
+
+
+def _compared(way: str, row: dict[str, float], digits: str) -> str:
+    """Beside plain torch where that was measured, else beside torch RPC."""
+    if "over_local" in row:
+        return _more(row["over_local"])
+    if "ratio" not in row or way == BASE:
+        return ""
+    return f"×{row['ratio']:{digits}}"
+
+
+def _more(fraction: float) -> str:
+    return f"{fraction * 100:+.0f} %"
+
+
+def _goal(task: Task) -> str:
+    if task.local_goal is not None:
+        return f"< {_more(task.local_goal)}"
+    return f"×{task.goal:g}" if task.goal else ""
 
 
 def _cell(task: Task, way: str, row: dict[str, float] | None) -> str:
@@ -79,12 +102,22 @@ def _cell(task: Task, way: str, row: dict[str, float] | None) -> str:
         return "–"
     scale = 1e3 if task.unit == "ms" else 1e6
     text = f"{row['median'] * scale:.1f} {task.unit}"
-    if "ratio" not in row or way == BASE:
+    compared = _compared(way, row, ".1f")
+    if not compared:
         return text
-    goal = {"gradwire": task.goal, "gradwire, TCP": task.tcp_goal}.get(way)
-    style = "" if goal is None else "green" if row["ratio"] >= goal else "red"
-    ratio = f"×{row['ratio']:.1f}"
-    return f"{text}  [{style}]{ratio}[/{style}]" if style else f"{text}  {ratio}"
+    kept = _kept(task, way, row)
+    style = "none" if kept is None else "green" if kept else "red"
+    return f"{text}  [{style}]{compared}[/{style}]"
+
+
+def _kept(task: Task, way: str, row: dict[str, float]) -> bool | None:
+    """Whether we keep our promise; None where there is none."""
+    if not way.startswith("gradwire"):
+        return None
+    if task.local_goal is not None:
+        return row["over_local"] < task.local_goal
+    goal = task.goal if way == "gradwire" else task.tcp_goal
+    return None if goal is None else row["ratio"] >= goal
 
 
 def _remarks(summary: dict[str, Any]) -> list[str]:
@@ -96,8 +129,16 @@ def _remarks(summary: dict[str, Any]) -> list[str]:
             if "busy" in task and "p99" in row:
                 times = row["p99"] / row["median"]
                 lines.append(f"{way}: {task}: p99 is {times:.1f} × the median")
+            if "local" in row:
+                lines.append(_beside_local(task, way, row))
             if "cpu" in row and way != "torch, huge pages":
                 lines.append(
                     f"{way}: {task}: {row['cpu'] * 1e6:.0f} µs of CPU, both ends"
                 )
     return lines
+
+
+def _beside_local(task: str, way: str, row: dict[str, float]) -> str:
+    inside, local = row["median"] * 1e3, row["local"] * 1e3
+    times = f"{inside:.1f} ms in a context, {local:.1f} ms without one"
+    return f"{way}: {task}: {times}, {_more(row['over_local'])}"

@@ -39,13 +39,15 @@ class Caller:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Something to measure, and the ratio to torch that we promise."""
+    """Something to measure, and what we promise: a ratio to torch RPC, or to plain torch."""
 
     name: str
     run: Callable[[Caller], Sample]
     goal: float | None = None
     tcp_goal: float | None = None
     unit: str = "µs"
+    local_goal: float | None = None
+    """How much more time than plain torch on one worker it may take, as a fraction."""
     needs: str = ""
     """What of a `Caller` it uses beside plain calls."""
 
@@ -114,11 +116,7 @@ def _train(forward: Forward, count: int) -> Callable[[Caller], Sample]:
     x, y = torch.ones(3, 3, requires_grad=True), torch.ones(3, 3, requires_grad=True)
 
     def step(caller: Caller) -> float:
-        with caller.autograd.context() as number:
-            loss = forward(caller, x, y).sum()
-            begin = time.perf_counter()
-            caller.autograd.backward(number, [loss])
-            return time.perf_counter() - begin
+        return _backward_time(caller, lambda: forward(caller, x, y).sum())
 
     def run(caller: Caller) -> Sample:
         _each(lambda: step(caller), 10)
@@ -127,6 +125,12 @@ def _train(forward: Forward, count: int) -> Callable[[Caller], Sample]:
         return {**_summary(times), "alone": median(alone)}
 
     return run
+
+
+def _backward_time(caller: Caller, forward: Callable[[], torch.Tensor]) -> float:
+    with caller.autograd.context() as number:
+        loss = forward()
+        return _each(lambda: caller.autograd.backward(number, [loss]), 1)[0]
 
 
 def _backward(caller: Caller) -> Sample:
@@ -141,6 +145,36 @@ def _add(caller: Caller, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 def _hops(caller: Caller, x: torch.Tensor, _: torch.Tensor) -> torch.Tensor:
     result: torch.Tensor = caller.sync(functions.hop, (4, 1, x))
     return result
+
+
+def local_nodes() -> torch.Tensor:
+    """The end of a graph of 5,000 nodes on this worker.
+
+    Half of them are sines, half additions. The tensors are 3×3: what is done for each node shows
+    where the node itself does little.
+    """
+    x = torch.ones(3, 3, requires_grad=True)
+    y = x
+    for _ in range(2499):  # two nodes each; the leaf and the sum are the other two
+        y = torch.sin(y) + x
+    return y.sum()
+
+
+def backward_over_local_nodes(caller: Caller, count: int = 15) -> Sample:
+    """In a context, in turn with torch's own; graphs are built before the clock starts."""
+
+    def plain() -> float:
+        loss = local_nodes()
+        return _each(lambda: torch.autograd.backward([loss]), 1)[0]
+
+    def both() -> tuple[float, float]:
+        return plain(), _backward_time(caller, local_nodes)
+
+    both()
+    pairs = [both() for _ in range(count)]
+    local = median(plain for plain, _ in pairs)
+    sample = _summary([ours for _, ours in pairs])
+    return {**sample, "local": local, "over_local": sample["median"] / local - 1}
 
 
 def _step(caller: Caller, count: int = 100) -> Sample:
@@ -197,6 +231,13 @@ TASKS = [
     Task("tiny forward and backward", _train(_add, 200), 5, needs="autograd"),
     Task("backward of it alone", _backward, 4, needs="autograd"),
     Task("four hops, forward and backward", _train(_hops, 100), 5, needs="autograd"),
+    Task(
+        "backward over 5,000 local nodes",
+        backward_over_local_nodes,
+        unit="ms",
+        local_goal=0.25,
+        needs="autograd",
+    ),
     Task("optimizer step, 20 parameters on 2 owners", _step, 3, needs="optimizer"),
     Task("no-op, busy thread on the server", _busy),
     Task("send 1 MB", _send(MB, 40), 2.5),
