@@ -363,8 +363,9 @@ def test_messages_that_make_no_sense_are_refused(change: Any) -> None:
 
 def test_an_answer_says_who_has_parked_something() -> None:
     assert messages.pack_followed([], set()) is None
-    assert messages.unpack_followed(None) == messages.Followed()
+    assert messages.unpack_followed(None) == ((), ())
     followed = messages.unpack_followed(messages.pack_followed([], {7, 3}))
-    assert isinstance(followed, messages.Followed)
-    assert list(followed.parked) == [3, 7]
-    assert list(followed.deliveries) == []
+    assert not isinstance(followed, messages.Failed)
+    deliveries, parked = followed
+    assert list(parked) == [3, 7]
+    assert list(deliveries) == []

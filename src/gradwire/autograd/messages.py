@@ -30,6 +30,9 @@ the id under which the gradients themselves were sent, or 0; and which of them w
 Plain = tuple[int, Sequence[Any]]
 """The same in a direct pass: the id of the send, and a gradient or None for each of its tensors."""
 
+Followed = tuple[Sequence[Plain], Sequence[int]]
+"""The answer in a direct pass: all is done; gradients for the asker; who has parked some."""
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
@@ -108,13 +111,6 @@ class Trip(NamedTuple):
         return About(*self[:3])
 
 
-class Followed(NamedTuple):
-    """The answer to one: all is done; gradients for the asker; who has parked some."""
-
-    deliveries: Sequence[Plain] = ()
-    parked: Sequence[int] = ()
-
-
 class Failed(NamedTuple):
     """What went wrong in a pass, and on which worker: as text, and pickled where possible."""
 
@@ -143,7 +139,7 @@ class Noted(NamedTuple):
 Outcome = Done | Failed
 
 _DONE = Done()
-_NOTHING = Followed()
+_NOTHING: Followed = (), ()
 _NOTED, _ENGAGED = Noted(), Noted(is_engaged=True)
 _SHORT = {0: _NOTED, 1: _ENGAGED}
 
@@ -212,7 +208,7 @@ def unpack_followed(answer: Any) -> Followed | Failed:
         end = facts[0] + 1
         if not 0 < end <= len(facts):
             raise IndexError(f"{end - 1} workers")
-        return Followed(_take_plain(facts, end, answer[1:]), facts[1:end])
+        return _take_plain(facts, end, answer[1:]), facts[1:end]
     except (TypeError, ValueError, IndexError) as error:
         raise ProtocolError(f"an answer of a pass makes no sense: {error}") from None
 
@@ -232,37 +228,34 @@ def _put_plain(
             if gradient is None:
                 facts.append(-1)
                 continue
-            place = places.setdefault(id(gradient), len(flat))
-            if place == len(flat):
+            place = places.get(id(gradient))
+            if place is None:
+                place = places[id(gradient)] = len(flat)
                 flat.append(gradient)
             facts.append(place)
     return array("q", facts).tobytes(), tuple(flat)
 
 
 def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> list[Plain]:
+    """Each tensor gets a gradient of its own."""
     deliveries: list[Plain] = []
-    flat = (*flat, None)
+    taken: set[int] = set()
     while at < len(facts):
         number, end = facts[at], at + 2 + facts[at + 1]
-        places = facts[at + 2 : end]
-        if end > len(facts) or min(places) < -1 or max(places) >= len(flat) - 1:
+        found: list[Any] = []
+        for place in facts[at + 2 : end]:
+            if place == -1:
+                found.append(None)
+            elif place in taken:
+                found.append(flat[place].clone())
+            elif 0 <= place < len(flat):
+                found.append(flat[place])
+                taken.add(place)
+        if not found or at + 2 + len(found) != end:
             raise ProtocolError(f"send {number} lacks gradients that are not void")
-        found = [flat[place] for place in places]
-        if len(found) > 1:
-            _set_apart(found)
         deliveries.append((number, found))
         at = end
     return deliveries
-
-
-def _set_apart(gradients: list[Any]) -> None:
-    """Give each of several tensors a gradient of its own."""
-    seen: set[int] = set()
-    for index, gradient in enumerate(gradients):
-        if gradient is not None:
-            if id(gradient) in seen:
-                gradients[index] = gradient.clone()
-            seen.add(id(gradient))
 
 
 def pack(answer: Outcome | Noted) -> Any:

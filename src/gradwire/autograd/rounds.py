@@ -227,7 +227,8 @@ class Round:
         if isinstance(followed, Failed):
             raise Failing(followed)
         found, parked = followed
-        self.parked.update(parked)
+        if parked:
+            self.parked.update(parked)
         self._take(worker, found)
 
     def _is_over(self) -> bool:
