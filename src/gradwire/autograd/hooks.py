@@ -11,7 +11,8 @@ from typing import Any
 
 Hooks = list[Callable[..., Any]]
 
-_noted: list[bool] = []  # not empty: some send or recv got hooks, ever
+on_crossings: list[bool] = []
+"""Not empty: some send or recv got hooks, ever."""
 
 
 def before(node: Any) -> Hooks:
@@ -47,11 +48,6 @@ def _nothing(*_: object) -> None:
     pass
 
 
-def on_crossings() -> bool:
-    """Whether any send or recv ever got some."""
-    return bool(_noted)
-
-
 def note(kind: Any) -> None:
     """Have the crossings of a kind of node know that one was put on theirs."""
     for name in ("register_hook", "register_prehook"):
@@ -61,7 +57,7 @@ def note(kind: Any) -> None:
 def _noting(register: Callable[..., Any]) -> Callable[..., Any]:
     def noting(node: Any, hook: Callable[..., Any]) -> Any:
         node.crossing.is_hooked = True
-        _noted[:] = [True]
+        on_crossings[:] = [True]
         return register(node, hook)
 
     return noting

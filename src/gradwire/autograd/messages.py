@@ -34,7 +34,7 @@ Followed = tuple[Sequence[Plain], Sequence[int]]
 """The answer in a direct pass: all is done; gradients for the asker; who has parked some."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """A worker → another, in a pass: here are gradients for your sends, others will get none.
 
@@ -45,7 +45,7 @@ class Step:
     gradients: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Direct:
     """A worker → another, in a direct pass: here are gradients for your sends."""
 

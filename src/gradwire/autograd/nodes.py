@@ -140,7 +140,8 @@ class Send:
         """Have the engine enter it after all else that is ready, those of later places first."""
         self._place = place + 1  # 0 is for what comes later still: `gates.py`
         if self._output is not None:
-            self.node._set_sequence_nr(self._place)
+            node: Any = self._output.grad_fn
+            node._set_sequence_nr(self._place)
 
     def _make_late(self) -> Tensor:
         with _making:

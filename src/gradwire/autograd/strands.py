@@ -172,10 +172,10 @@ class Strands:
     def get(self, number: int) -> Strand | None:
         """The strand of a send; None: it is not that simple."""
         strand = self._strands.get(number)
-        if strand is None:
-            return None
-        crossings = (*strand.recvs, self.sends[number].crossing)
-        return None if _have_hooks(crossings) else strand
+        if hooks.on_crossings and strand is not None:
+            crossings = (*strand.recvs, self.sends[number].crossing)
+            return None if _have_hooks(crossings) else strand
+        return strand
 
     def bare(self) -> Sequence[tuple[int, BareStrand]]:
         """Those that something can be seen to ahead of their gradients, by their sends."""
@@ -201,9 +201,9 @@ class Strands:
             if shared and _is_any_joint(shared):
                 return None
         strand = Strand((), nodes, recvs)
-        if not strand.contexts <= self._contexts or _have_hooks(strand.recvs):
+        if not strand.contexts <= self._contexts:
             return None
-        return strand
+        return None if hooks.on_crossings and _have_hooks(strand.recvs) else strand
 
 
 def _leaves_of(nodes: Iterable[Any]) -> dict[int, Any]:
@@ -223,7 +223,7 @@ def _node(leaf: int, known: Any) -> Any:
 
 def _have_hooks(crossings: Iterable[Crossing]) -> bool:
     """Whether users have put hooks on nodes of sends and recvs, which are not run here."""
-    return hooks.on_crossings() and any(c.is_hooked for c in crossings)
+    return any(crossing.is_hooked for crossing in crossings)
 
 
 def strands_of(context: Context) -> Strands:

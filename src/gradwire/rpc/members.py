@@ -51,7 +51,9 @@ class Members:
             ValueError: there never was one; says who is there.
             TypeError: that is no way to name a worker.
         """
-        if isinstance(to, str):
+        if type(to) is int:
+            card = self._cards.get(to)
+        elif isinstance(to, str):
             card = self._by_name.get(to)
         elif isinstance(to, WorkerInfo):
             card = self._cards.get(to.id)

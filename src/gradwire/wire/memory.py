@@ -49,4 +49,6 @@ def place(tensor: torch.Tensor) -> int:
     """Where its memory is; a number of its own where that is not one piece."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return -id(tensor)
+    if not tensor.storage_offset():
+        return tensor.data_ptr()  # the same, in half the time
     return tensor.untyped_storage().data_ptr()
