@@ -19,6 +19,7 @@ import torch
 import gradwire as gw
 from gradwire.transport import hosts
 from gradwire.transport.hosts import Hosts
+from gradwire.transport.questions import Question
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
@@ -536,3 +537,18 @@ def test_calls_that_give_up_anywhere_leave_nothing_behind(fuzz_seed: int) -> Non
         wait_until(lambda: not any(map(parting, world)))
         for worker, to in ways:
             assert worker.rpc_sync(to, descend, (6,)) == 6
+
+
+def test_what_is_rung_before_anybody_waits_is_not_lost() -> None:
+    for _ in range(200):
+        question = Question()
+        start = threading.Barrier(2)
+
+        def ring(question: Question = question, start: Any = start) -> None:
+            start.wait(SOON)
+            question.bell.ring()
+
+        rung = at_same_time(ring)
+        start.wait(SOON)
+        assert question.bell.wait(SOON)
+        rung()
