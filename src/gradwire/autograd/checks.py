@@ -16,11 +16,9 @@ def check_call(name: str, context_id: Any, tensors: Any) -> None:
     Raises:
         TypeError: the id is no number, or these are no tensors.
     """
-    is_right = isinstance(context_id, int) and type(context_id) is not bool
-    is_right = is_right and isinstance(tensors, (list, tuple))
-    for tensor in tensors if is_right else ():
-        is_right = is_right and isinstance(tensor, Tensor)
-    if not is_right:
+    is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
+    is_list = isinstance(tensors, (list, tuple))
+    if not is_id or not is_list or [t for t in tensors if not isinstance(t, Tensor)]:
         raise TypeError(
             f"{name}(): incompatible function arguments: give the id of a context and a "
             f"list of tensors, not {context_id!r} and {tensors!r}"

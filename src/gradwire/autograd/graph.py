@@ -249,8 +249,7 @@ def _note_last(
             if segment.recvs:
                 segment.last = {node.crossing.id: node for node in segment.recvs}
         return
-    recvs = [node for group in set(groups) for node in segments[group].recvs]
-    if not recvs:
+    if not any(segments[group].recvs for group in groups):
         return
     crossings = {RECV_NODE, SEND_NODE}
     numbers: dict[int, list[int]] = {group: [] for group in groups}
@@ -258,10 +257,10 @@ def _note_last(
         if type(node) not in crossings:
             numbers[groups[source]].append(node._sequence_nr())
     first = {group: min(found, default=_LIFT) for group, found in numbers.items()}
-    for node in recvs:
-        group = groups[owner[node]]
-        if node._sequence_nr() < first[group]:
-            segments[group].last[node.crossing.id] = node
+    for group, lowest in first.items():
+        for node in segments[group].recvs:
+            if node._sequence_nr() < lowest:
+                segments[group].last[node.crossing.id] = node
 
 
 def _merged(segments: list[Segment]) -> list[Segment]:

@@ -108,14 +108,13 @@ class Send:
         """The tensors, if all are leaves and nobody has asked for the node yet."""
         self._place = 0
         self._output: Tensor | None = None
+        can_wait = not torch.is_anomaly_enabled()  # it notes where nodes are made
         for tensor in tensors:
-            if not tensor.is_leaf:
-                self._output = _made(_apply_send, crossing, *tensors)
-                return
-        if torch.is_anomaly_enabled():  # it notes where nodes are made
-            self._output = _made(_apply_send, crossing, *tensors)
-        else:
+            can_wait = can_wait and tensor.is_leaf
+        if can_wait:
             self.leaves = tensors
+        else:
+            self._output = _made(_apply_send, crossing, *tensors)
 
     def __repr__(self) -> str:
         return f"<Send of {self.crossing!r}>"

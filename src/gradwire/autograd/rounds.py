@@ -227,8 +227,7 @@ class Round:
         if isinstance(followed, Failed):
             raise Failing(followed)
         found, parked = followed
-        if parked:
-            self.parked.update(parked)
+        self.parked.update(parked)
         self._take(worker, found)
 
     def _is_over(self) -> bool:

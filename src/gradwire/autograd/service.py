@@ -327,12 +327,13 @@ class Autograd:
         for context in self.contexts:
             for part in list(context.parts.values()):
                 part.worker_gone(info.id, info.name)
+            was_known = info.id in context.known
+            context.known.discard(info.id)
             began = owner(context.id)
             if began == info.id:  # nobody else would end it
                 self.release(context.id)
-            elif began != self.me and info.id in context.known:
+            elif was_known and began != self.me:
                 orphans.setdefault(began, []).append(context.id)
-            context.known.discard(info.id)
         for began, numbers in orphans.items():
             end = partial(self.release, told_by=began)
             self.executor.submit(partial(self.releases.claim, began, numbers, end))

@@ -51,14 +51,12 @@ class Members:
             ValueError: there never was one; says who is there.
             TypeError: that is no way to name a worker.
         """
-        if type(to) is int:
+        if isinstance(to, int) and not isinstance(to, bool):
             card = self._cards.get(to)
         elif isinstance(to, str):
             card = self._by_name.get(to)
         elif isinstance(to, WorkerInfo):
             card = self._cards.get(to.id)
-        elif isinstance(to, int) and not isinstance(to, bool):
-            card = self._cards.get(to)
         else:
             raise TypeError(f"{to!r} is no worker: give a name, an id or a WorkerInfo")
         if card is None:

@@ -37,9 +37,8 @@ _LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
 _MAX_SIGNATURE = 4096
-_RAW = frozenset(
-    range(8, 257, 8)
-)  # few lengths, so that few signatures are to be known
+# The lengths of bytes that go as they are: few, so that few signatures are to be known.
+_RAW = frozenset(range(8, 257, 8))
 _MAX_REMEMBERED = 4096
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 
