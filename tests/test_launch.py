@@ -31,12 +31,15 @@ def wait_for(count):
 note(os.getpid())
 """
 
+# Its line is one write: torchrun's workers share a pipe, unbuffered; `print` writes its pieces.
 WORLD = """
+import sys
 import torch
 import gradwire as gw
 with gw.init_rpc() as worker:
     there = (worker.id + 1) % len(gw.get_worker_infos())
-    print(worker.name, gw.rpc_sync(there, torch.add, args=(torch.ones(2), 1)).tolist())
+    found = gw.rpc_sync(there, torch.add, args=(torch.ones(2), 1)).tolist()
+    sys.stdout.write(f"{worker.name} {found}\\n")
 """
 
 
