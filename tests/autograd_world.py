@@ -16,6 +16,8 @@ from torch.autograd import Function
 from gradwire.autograd.recording import Recording
 from gradwire.autograd.service import Autograd
 from gradwire.testing import World
+from gradwire.wire.frames import Frame, Parcel
+from gradwire.wire.messages import CALL
 from gradwire.worker import Worker
 
 ENOUGH = 20.0
@@ -44,15 +46,19 @@ class Autograds:
         copies = [tensor.detach().clone() for tensor in tensors]
         pairs = zip(tensors, copies, strict=True)
         recorded = [copy for tensor, copy in pairs if mark and tensor.requires_grad]
-        self._recording(dst).arrived(context_id, mark or 0, src, recorded)
+        frame = Frame(CALL, 0, 0, b"")
+        frame.scope, frame.mark = context_id, mark
+        self._recording(dst).arrived(frame, src, recorded)
         return copies
 
     def leave(
         self, src: int, dst: int, context_id: int, tensors: Sequence[Tensor]
-    ) -> int | None:
+    ) -> int:
         """Record that tensors leave; their mark."""
-        wanted = [t for t in tensors if torch.is_grad_enabled() and t.requires_grad]
-        return self._recording(src).leaving(context_id, dst, wanted)
+        context, parcel = self[src].contexts.arrived(context_id), Parcel(CALL, 0, b"")
+        wanted = [tensor for tensor in tensors if tensor.requires_grad]
+        self._recording(src).leaving(context, dst, parcel, wanted)
+        return parcel.mark
 
     def _recording(self, index: int) -> Recording:
         return Recording(self[index])

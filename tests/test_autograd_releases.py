@@ -60,10 +60,10 @@ def test_what_an_answered_request_told_is_not_told_again() -> None:
     office = Office()
     office.releases.add(1, 5)
     assert office.releases.take(2) is None
-    context, rider = office.releases.take(1) or pytest.fail("nothing to tell")
-    assert context == 5
+    word = office.releases.take(1) or pytest.fail("nothing to tell")
+    assert word.context == 5
     assert office.releases.take(1) is None
-    rider.delivered()
+    word.delivered()
     while office.tick():
         pass
     assert office.told == []
@@ -75,8 +75,8 @@ def test_what_a_lost_request_told_is_told_again(ticks: int) -> None:
     office.releases.add(1, 5)
     for _ in range(ticks):
         office.tick()
-    _, rider = office.releases.take(1) or pytest.fail("nothing to tell")
-    rider.in_doubt()
+    word = office.releases.take(1) or pytest.fail("nothing to tell")
+    word.in_doubt()
     while office.tick():
         pass
     assert office.told == [(1, (5,))]

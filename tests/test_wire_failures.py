@@ -184,4 +184,4 @@ def test_a_worker_with_an_allow_list_unpickles_no_exception() -> None:
     fields: Any = ("ValueError", "x", "trace", b"a pickle", [])
     body = bytes(8) + plain.dumps(fields, [])
     with pytest.raises(NotAllowedError, match="no pickles"):
-        Codec(LIMITS, plain_only=True).open(Frame(FAILURE, PLAIN_GENERAL, 1, 0, body))
+        Codec(LIMITS, plain_only=True).open(Frame(FAILURE, PLAIN_GENERAL, 1, body))

@@ -26,7 +26,7 @@ from gradwire.wire.codec import PLAIN_GENERAL, PLAIN_SHORT, Codec, Manner
 from gradwire.wire.frames import HEADER, Frame, Limits, Parcel
 from gradwire.wire.messages import GOODBYE, PING, Call
 from gradwire.wire.pickling import PickleSerializer
-from gradwire.wire.signatures import Decoder
+from gradwire.wire.plans import Decoder
 
 STREAMS = 5000  # per seed; 20 seeds make the 100,000
 TABLES = 2000
@@ -135,7 +135,7 @@ class Mutator:
             return self.mutant(streams())
         frame = self.random.choice(plain_frames())
         body, bulk = bytes(self.mutant(bodies(), frame.body)), bytes(frame.area or b"")
-        parcel = Parcel(frame.kind, frame.encoding, body, (), len(bulk))
+        parcel = Parcel(frame.kind, frame.encoding, body).with_bulk((), len(bulk))
         return bytearray(parcel.header(7) + body + bulk)
 
     def mutant(

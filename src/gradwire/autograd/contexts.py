@@ -71,11 +71,7 @@ class Numbers:
     """Numbers that no other worker uses: a worker's id and a count."""
 
     def __init__(self, worker: int) -> None:
-        self._first = worker << _COUNT_BITS
-        self._counts = itertools.count(1)
-
-    def next(self) -> int:
-        return self._first + next(self._counts)
+        self.next = itertools.count((worker << _COUNT_BITS) + 1).__next__
 
 
 def owner(number: int) -> int:
@@ -85,6 +81,11 @@ def owner(number: int) -> int:
 
 class Context:
     """One session, as one worker knows it. May be used by several threads."""
+
+    strands: Any = None
+    """The graph as direct passes see it, when last looked at."""
+    is_released = False
+    _ended: Memory | None = None
 
     def __init__(self, number: int) -> None:
         self.id = number
@@ -100,10 +101,6 @@ class Context:
         """The passes under way that were begun here."""
         self.records: dict[int, Any] = {}
         """What direct passes have done here, by number (`direct.py`)."""
-        self.strands: Any = None
-        """The graph as direct passes see it, when last looked at."""
-        self._ended: Memory | None = None
-        self.is_released = False
 
     def __repr__(self) -> str:
         return (
@@ -125,14 +122,13 @@ class Context:
     def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
         send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
         with self.lock:
-            send.enter_late(len(self.sends))
             self.sends[number] = send
+            send.enter_late(len(self.sends))
         return send
 
     def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> None:
         node = make_recv(Crossing(number, sender, self.id, len(tensors)), tensors)
-        with self.lock:
-            self.recvs[number] = node
+        self.recvs[number] = node  # in one step, as copying it: it needs no lock
 
     def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
         """Gradients of one leaf add up. Those that were handed out are left alone."""
@@ -211,22 +207,17 @@ class Contexts:
         Raises:
             GradwireError: it has one already.
         """
-        if self.current() is not None:
+        current = self._current.get()
+        if current is not None and not current.is_released:
             raise GradwireError("Already have an autograd context id for this thread")
-        context = Context(self._numbers.next())
-        with self._lock:
-            self._contexts[context.id] = context
+        number = self._numbers.next()
+        context = self._contexts[number] = Context(number)
         self._current.set(context)
         return context
 
     def current(self) -> Context | None:
         context = self._current.get()
         return None if context is None or context.is_released else context
-
-    def current_id(self) -> int:
-        """0 for none."""
-        context = self._current.get()
-        return 0 if context is None or context.is_released else context.id
 
     @contextmanager
     def entered(self, context: Context | None) -> Iterator[None]:
@@ -238,13 +229,19 @@ class Contexts:
         finally:
             self._current.set(before)
 
-    def run(self, number: int, handler: Callable[..., Any], *args: Any) -> Any:
+    def run(
+        self,
+        context: Context,
+        handler: Callable[[int, Any], Any],
+        sender: int,
+        message: Any,
+    ) -> Any:
         """Handle a message in the context that it came with."""
         current = self._current
         before = current.get()
-        current.set(self.arrived(number))
+        current.set(context)
         try:
-            return handler(*args)
+            return handler(sender, message)
         finally:
             current.set(before)
 
@@ -290,9 +287,14 @@ class Contexts:
 
     def remove(self, number: int) -> Context | None:
         """Take a context off the table; None if it was not there."""
-        with self._lock:
+        if (
+            number >> _COUNT_BITS == self._worker
+        ):  # and what is late will not bring it back
             context = self._contexts.pop(number, None)
-            self._released.add(number)
+        else:
+            with self._lock:
+                context = self._contexts.pop(number, None)
+                self._released.add(number)
         if context is not None and self._current.get() is context:
             self._current.set(None)
         return context

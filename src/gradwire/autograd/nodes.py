@@ -66,7 +66,8 @@ _making = threading.RLock()  # of the nodes that are made late
 class Crossing:
     """One message's tensors that require grad, at one of its ends."""
 
-    __slots__ = ("context", "count", "id", "is_hooked", "runs", "worker")
+    is_hooked = False
+    """Users have put hooks on the node."""
 
     def __init__(self, number: int, worker: int, context: int, count: int) -> None:
         self.id = number
@@ -76,8 +77,6 @@ class Crossing:
         self.count = count
         self.runs: list[Run] = []
         """Those under way that pass through here: one, unless passes overlap."""
-        self.is_hooked = False
-        """Users have put hooks on the node."""
 
     def __repr__(self) -> str:
         return f"<Crossing {self.id}: {self.count} tensors, worker {self.worker}>"
@@ -100,21 +99,21 @@ class Crossing:
 class Send:
     """Tensors that left."""
 
-    __slots__ = ("_output", "_place", "crossing", "leaves")
+    leaves: Sequence[Tensor] = ()
+    """The tensors, if all are leaves and nobody has asked for the node yet."""
+    _place = 0
+    _output: Tensor | None = None
 
     def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
         self.crossing = crossing
-        self.leaves: Sequence[Tensor] = ()
-        """The tensors, if all are leaves and nobody has asked for the node yet."""
-        self._place = 0
-        self._output: Tensor | None = None
-        can_wait = not torch.is_anomaly_enabled()  # it notes where nodes are made
         for tensor in tensors:
-            can_wait = can_wait and tensor.is_leaf
-        if can_wait:
-            self.leaves = tensors
+            if not tensor.is_leaf:
+                break
         else:
-            self._output = _made(_apply_send, crossing, *tensors)
+            if not torch.is_anomaly_enabled():  # it notes where nodes are made
+                self.leaves = tensors
+                return
+        self._output = _made(_apply_send, crossing, *tensors)
 
     def __repr__(self) -> str:
         return f"<Send of {self.crossing!r}>"
@@ -137,7 +136,7 @@ class Send:
 
     def enter_late(self, place: int) -> None:
         """Have the engine enter it after all else that is ready, those of later places first."""
-        self._place = place + 1  # 0 is for what comes later still: `gates.py`
+        self._place = place  # from 1 on: 0 is for what comes later still (`gates.py`)
         if self._output is not None:
             node: Any = self._output.grad_fn
             node._set_sequence_nr(self._place)
@@ -158,7 +157,7 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
-    _made(_apply_recv, _TOKEN, crossing, tensors)
+    _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
     return tensors[0].grad_fn
 
 
@@ -202,7 +201,7 @@ def _send_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
 def _recv_forward(ctx: Any, token: Tensor, crossing: Crossing, tensors: Any) -> Any:
     ctx.crossing = crossing
     ctx.materialize_grads = False  # all that `set_materialize_grads` does
-    return tensors[0] if len(tensors) == 1 else tuple(tensors)
+    return tensors
 
 
 def _recv_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:

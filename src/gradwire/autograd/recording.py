@@ -7,9 +7,15 @@ in it, and answered in it.
 
 from __future__ import annotations
 
-from torch import Tensor
+from collections.abc import Sequence
+from functools import partial
 
+from torch import Tensor, is_grad_enabled
+
+from ..wire.frames import Frame, Parcel
+from ..wire.messages import RESULT
 from .checks import check_kinds
+from .contexts import Context
 from .service import Autograd
 from .strands import strands_of
 
@@ -18,38 +24,42 @@ class Recording:
     """Records messages of one worker (a `Recorder` of `wire/cargo.py`)."""
 
     def __init__(self, autograd: Autograd) -> None:
-        self._contexts = autograd.contexts
-        self._numbers = autograd.numbers
-        self.current = autograd.contexts.current_id
-        self.end_to_tell = autograd.releases.take
+        self._find = autograd.contexts.arrived
+        self._number = autograd.numbers.next
+        self._take_word = autograd.releases.take
+        self.current = autograd.contexts.current
+        self.check = check_kinds
 
-    def leaving(self, number: int, to: int, tensors: list[Tensor]) -> int | None:
-        """A message of a context leaves, with these tensors that need gradients; its mark.
-
-        Raises:
-            TypeError: one of a kind that cannot be recorded.
-        """
-        context = self._contexts.arrived(number)
+    def leaving(
+        self, context: Context, to: int, parcel: Parcel, tensors: list[Tensor]
+    ) -> None:
+        """A message of a context leaves, with these tensors that need gradients."""
         context.known.add(to)
         mark = 0
-        if tensors and not context.is_released:
-            check_kinds(tensors)
-            mark = self._numbers.next()
+        if tensors and is_grad_enabled() and not context.is_released:
+            mark = self._number()
             context.add_send(mark, to, tensors)
         # Whoever is known by now will be told of its end. Others must not hear of it any more.
-        return None if context.is_released else mark
+        if not context.is_released:
+            parcel.scope = context.id
+            if mark:
+                parcel.mark = mark
+                parcel.afterwards = (partial(_look_at_graph, context),)
+        if parcel.kind != RESULT:  # which nobody answers
+            word = self._take_word(to)
+            if word is not None:
+                parcel.over, parcel.freight = word.context, (word,)
 
-    def sent(self, number: int) -> None:
-        """A message of a context has left: look at its graph, while others work."""
-        context = self._contexts.arrived(number)
-        with context.lock:
-            strands_of(context)
-
-    def arrived(
-        self, number: int, mark: int, sender: int, tensors: list[Tensor]
-    ) -> None:
-        """A message of a context came, with these tensors that need gradients."""
-        context = self._contexts.arrived(number)
+    def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Context:
+        """A message of a context came, with these tensors that need gradients; the context."""
+        context = self._find(frame.scope)
         context.known.add(sender)
-        if mark and tensors:
-            context.add_recv(mark, sender, tensors)
+        if tensors:
+            context.add_recv(frame.mark, sender, tensors)
+        return context
+
+
+def _look_at_graph(context: Context) -> None:
+    """A message has left: look at the graph, while others work."""
+    with context.lock:
+        strands_of(context)

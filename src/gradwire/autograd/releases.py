@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
@@ -25,7 +26,6 @@ from .messages import Claim, Release
 
 log = logging.getLogger("gradwire")
 
-Key = tuple[int, int]  # a worker, and a context that it is to be told of
 Send = Callable[[int, Release | Claim], CallFuture]
 
 _GATHER = 0.02  # seconds; what no request has told is told after one to two of these
@@ -33,17 +33,18 @@ _TRIES = 5
 _PAUSE = 0.5
 
 
-class Rider:
-    """One word that a context is over, on its way with a request."""
+class Word:
+    """That a context is over, for one worker; the freight of a request that takes it along."""
 
-    __slots__ = ("_key", "_releases")
+    __slots__ = ("context", "is_told", "worker")
 
-    def __init__(self, releases: Releases, key: Key) -> None:
-        self._releases = releases
-        self._key = key
+    def __init__(self, worker: int, context: int) -> None:
+        self.worker = worker
+        self.context = context
+        self.is_told = False
 
     def delivered(self) -> None:
-        self._releases.told(self._key)
+        self.is_told = True
 
     def in_doubt(self) -> None:
         """It will be told once more."""
@@ -56,35 +57,29 @@ class Releases:
         self._executor = executor
         self._send = send
         self._lock = threading.Lock()
-        self._new: dict[Key, None] = {}
-        self._old: dict[Key, None] = {}  # that have been there for a while
-        self._free: dict[int, list[Key]] = {}  # by worker, those without a rider
+        self._new: list[Word] = []
+        self._old: list[Word] = []  # that have been there for a while
+        self._free: defaultdict[int, list[Word]] = defaultdict(list)
+        """By worker, those that no request takes along."""
         self._is_watched = False
 
     def add(self, worker: int, context: int) -> None:
         """Tell a worker soon."""
-        key = worker, context
+        word = Word(worker, context)
         with self._lock:
-            self._new[key] = None
-            self._free.setdefault(worker, []).append(key)
+            self._new.append(word)
+            self._free[worker].append(word)
             watch, self._is_watched = not self._is_watched, True
         if watch:
             self._executor.look_at(time.monotonic() + _GATHER, self._look)
 
-    def take(self, worker: int) -> tuple[int, Rider] | None:
-        """One that a request to a worker is to tell it of."""
-        with self._lock:
-            free = self._free.get(worker)
-            if not free:
-                return None
-            key = free.pop()
-        return key[1], Rider(self, key)
-
-    def told(self, key: Key) -> None:
-        """A request was answered that told of it."""
-        with self._lock:
-            self._new.pop(key, None)
-            self._old.pop(key, None)
+    def take(self, worker: int) -> Word | None:
+        """What a request to a worker is to tell it."""
+        free = self._free.get(worker)
+        try:
+            return free.pop() if free else None  # in one step: it needs no lock
+        except IndexError:  # another thread was faster
+            return None
 
     def claim(
         self, worker: int, contexts: Sequence[int], over: Callable[[int], None]
@@ -100,20 +95,21 @@ class Releases:
     def _look(self) -> None:
         """Now and then, while there are any: tell by themselves those that nothing has told."""
         with self._lock:
-            late, self._old, self._new = self._old, self._new, {}
-            self._free = {}
-            for key in self._old:
-                self._free.setdefault(key[0], []).append(key)
+            late, self._old, self._new = self._old, _untold(self._new), []
+            self._free = defaultdict(list)
+            for word in self._old:
+                self._free[word.worker].append(word)
             self._is_watched = bool(self._old)
         if self._is_watched:
             self._executor.look_at(time.monotonic() + _GATHER, self._look)
+        late = _untold(late)
         if late:
             self._executor.submit(partial(self._tell_all, late))
 
-    def _tell_all(self, late: Iterable[Key]) -> None:
+    def _tell_all(self, late: Iterable[Word]) -> None:
         contexts: dict[int, list[int]] = {}
-        for worker, context in late:
-            contexts.setdefault(worker, []).append(context)
+        for word in late:
+            contexts.setdefault(word.worker, []).append(word.context)
         for worker, over in contexts.items():
             self._say(worker, Release(tuple(over)))
 
@@ -143,3 +139,7 @@ class Releases:
         except GradwireError:
             return
         future.on_done(answered)
+
+
+def _untold(words: Iterable[Word]) -> list[Word]:
+    return [word for word in words if not word.is_told]

@@ -36,7 +36,7 @@ from .runner import Later, Runner
 log = logging.getLogger("gradwire")
 
 Handler = Callable[[int, Any], Any]
-InContext = Callable[[int, Handler, int, Any], Any]
+InContext = Callable[[Any, Handler, int, Any], Any]
 EndContext = Callable[[int, int], None]
 
 
@@ -56,6 +56,10 @@ class _Nobody:
 
     def card(self, number: int) -> Card | None:
         return None
+
+
+def _run_anyway(context: Any, handler: Handler, sender: int, message: Any) -> Any:
+    return handler(sender, message)
 
 
 def _ignore(context: int, sender: int) -> None:
@@ -95,7 +99,7 @@ class Agent:
         self._runner = runner
         self._handlers: dict[type, Handler] = {Call: self._run_call}
         self._patient: set[type] = set()
-        self._in_context: InContext | None = None
+        self._in_context: InContext = _run_anyway
         self._end_context: EndContext = _ignore
         self._peers: dict[int, Peer] = {}
         self._closed = False
@@ -236,7 +240,7 @@ class Agent:
         except BaseException as error:  # noqa: BLE001 user code
             parcel = self._codec.failure(error, peer.manner)
         else:
-            parcel = self._result(peer, message, value, frame.scope)
+            parcel = self._result(peer, message, value, frame.context)
         if frame.over:  # whoever asked need not wait for that
             end = partial(self._end_context, frame.over, sender)
             parcel.afterwards = (*parcel.afterwards, end)
@@ -261,10 +265,10 @@ class Agent:
             self._reply(peer, frame.call, self._codec.failure(error, peer.manner))
             return
         if type(value) is not Later:
-            result = self._result(peer, message, value, frame.scope)
+            result = self._result(peer, message, value, frame.context)
             self._reply(peer, frame.call, result)
             return
-        call, context = frame.call, frame.scope
+        call, context = frame.call, frame.context
 
         def finished(future: Any) -> None:
             try:
@@ -283,14 +287,14 @@ class Agent:
         if frame.waits:
             after(frame, message)
         handler = self._handlers[type(message)]
-        if frame.scope and self._in_context is not None:
-            return message, self._in_context(frame.scope, handler, sender, message)
+        if frame.context is not None:
+            return message, self._in_context(frame.context, handler, sender, message)
         return message, handler(sender, message)
 
     def _run_call(self, sender: int, call: Call) -> Any:
         return self._runner.run(call)
 
-    def _result(self, peer: Peer, message: Any, value: Any, context: int) -> Parcel:
+    def _result(self, peer: Peer, message: Any, value: Any, context: Any) -> Parcel:
         if type(value) is Failed:
             return self._codec.failure(value.error, peer.manner, value.trace)
         given = getattr(message, "modes", None) if context else None

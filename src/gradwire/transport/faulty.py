@@ -10,7 +10,8 @@ import random
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from copy import copy
+from dataclasses import dataclass
 
 from ..errors import WorkerLostError
 from ..threads import Executor
@@ -51,14 +52,10 @@ class FaultyTransport(Around):
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:
-        self._send(
-            to.id, parcel.kind, lambda: self._inner.post(to, call, replace(parcel))
-        )
+        self._send(to.id, parcel.kind, lambda: self._inner.post(to, call, copy(parcel)))
 
     def reply(self, to: int, call: int, parcel: Parcel) -> None:
-        self._send(
-            to, parcel.kind, lambda: self._inner.reply(to, call, replace(parcel))
-        )
+        self._send(to, parcel.kind, lambda: self._inner.reply(to, call, copy(parcel)))
 
     def _send(self, to: int, kind: int, send: Callable[[], None]) -> None:
         faults = self.faults

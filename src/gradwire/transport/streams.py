@@ -98,10 +98,10 @@ class StreamReader:
         start = at + HEADER.size
         end = start + length
         if end <= len(data) and not (bulk or segment or kind in NOTES):  # as most are
-            body = data[start:end]
-            self.frames.append(
-                Frame(kind, encoding, call, scope, body, None, mark, over)
-            )
+            frame = Frame(kind, encoding, call, data[start:end])
+            if scope or over:
+                frame.scope, frame.mark, frame.over = scope, mark, over
+            self.frames.append(frame)
             return end - at
         in_stream = bulk and not segment
         if end <= len(data) and not in_stream:
@@ -150,7 +150,9 @@ class StreamReader:
                 raise ProtocolError("frame in shared memory, but none is shared")
             area = self.segments.area(segment, bulk)
             self._traffic.received += bulk
-        self.frames.append(Frame(kind, encoding, call, scope, body, area, mark, over))
+        frame = Frame(kind, encoding, call, body, area)
+        frame.scope, frame.mark, frame.over = scope, mark, over
+        self.frames.append(frame)
 
 
 class StreamWriter:

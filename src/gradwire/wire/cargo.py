@@ -8,12 +8,13 @@ it; what must happen before the message may be used is remembered with the frame
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from .frames import Freight, Wait
+from .frames import Frame, Freight, Parcel, Wait
 
 
 class Carrier(Protocol):
@@ -32,27 +33,33 @@ class Carrier(Protocol):
 
 
 class Recorder(Protocol):
-    """Who records tensors that need gradients, when they leave and when they arrive."""
+    """Who records tensors that need gradients, when they leave and when they arrive.
 
-    def current(self) -> int:
-        """The context of this thread; 0 for none."""
+    A context is an object of its own: it is found once for a message, and handed on.
+    """
 
-    def leaving(self, context: int, to: int, tensors: list[torch.Tensor]) -> int | None:
-        """A message of a context leaves, with these; its mark, 0 if there is nothing to record.
+    def current(self) -> Any:
+        """The context of this thread; None if there is none."""
 
-        None: the context is over, and the message leaves without it.
+    def check(self, tensors: list[torch.Tensor]) -> None:
+        """Refuse what cannot be recorded. What goes the short way can be.
+
+        Raises:
+            TypeError: there is one.
         """
 
-    def sent(self, context: int) -> None:
-        """It has left, and there is some time now. May be left out."""
+    def leaving(
+        self, context: Any, to: int, parcel: Parcel, tensors: list[torch.Tensor]
+    ) -> None:
+        """A message of a context leaves, with these: what there is to say goes onto the parcel."""
 
     def arrived(
-        self, context: int, mark: int, sender: int, tensors: list[torch.Tensor]
-    ) -> None:
-        """A message of a context came, with these: they get their history, in place."""
+        self, frame: Frame, sender: int, tensors: Sequence[torch.Tensor]
+    ) -> Any:
+        """A message of a context came, with these: they get their history, in place.
 
-    def end_to_tell(self, to: int) -> tuple[int, Freight] | None:
-        """A context that has ended, for a request that goes to one who is to know."""
+        The context.
+        """
 
 
 @dataclass(slots=True)

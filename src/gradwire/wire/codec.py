@@ -18,7 +18,6 @@ import dataclasses
 import pickle
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -32,7 +31,8 @@ from .frames import Frame, Limits, Parcel
 from .functions import Names
 from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
 from .pickling import PickleSerializer, Reducer, Serializer
-from .signatures import Decoder, Encoder, Subject, dump_pickle, dump_plain, load_plain
+from .plans import Decoder, load_plain
+from .signatures import Encoder, Subject, dump_pickle, dump_plain
 
 SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
 _RESULT: Subject = (RESULT, None, (), None, False)
@@ -69,7 +69,7 @@ class Codec:
         self._names = Names()
         self._reducers: dict[type, Reducer] = {}
         self._carriers: dict[type, Carrier] = {}
-        self._recorder: Recorder | None = None
+        self._recorder: Any = None  # a `Recorder`, if there is one
         self._kinds: dict[type, int] = {Call: CALL}
         self._upper: dict[type, _Upper] = {}
         self._spread: dict[int, int] = {}  # by kind: the place of the last field
@@ -128,7 +128,7 @@ class Codec:
             ValueError: it is larger than the limits.
         """
         kind = self._kinds[type(call)]
-        context = 0 if self._recorder is None else self._recorder.current()
+        context = None if self._recorder is None else self._recorder.current()
         name = call.function
         if type(name) is not str:
             name = self._names.name_of(name, manner.same_main)
@@ -151,7 +151,7 @@ class Codec:
         fields = (target, call.args, call.kwargs, call.modes, call.ids)
         return self._general(kind, fields, manner, context)
 
-    def result(self, value: Any, manner: Manner, context: int = 0) -> Parcel:
+    def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
         """A result as a parcel, in the context of what it answers."""
         if self._custom is None:
             spread = type(value) is tuple
@@ -199,15 +199,14 @@ class Codec:
         """
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            subject, values, traced = decoder.decode(frame.body, frame.area)
+            subject, values, found = decoder.decode(frame.body, frame.area)
             recorder = self._recorder if frame.scope else None
-            found = [values[i] for i in traced] if traced else []
-            if recorder is None or not frame.mark:
+            if found and (recorder is None or not frame.mark):
                 for tensor in found:
                     tensor.requires_grad_()
-                found = []
+                found = ()
             if recorder is not None:
-                recorder.arrived(frame.scope, frame.mark, sender, found)
+                frame.context = recorder.arrived(frame, sender, found)
             return self._from_values(frame.kind, subject, values)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
@@ -221,10 +220,10 @@ class Codec:
         fields = loader.loads(body[at:], arrived)
         if frame.scope and self._recorder is not None:
             noted = [tensor for _, tensor in sorted(cargo.tensors.items())]
-            found = (noted or _recorded(arrived)) if frame.mark else []
+            traced = (noted or _recorded(arrived)) if frame.mark else []
             if len(arrived) > 1:
-                _set_apart(found, arrived)
-            self._recorder.arrived(frame.scope, frame.mark, sender, found)
+                _set_apart(traced, arrived)
+            frame.context = self._recorder.arrived(frame, sender, traced)
         return self._from_fields(frame.kind, fields)
 
     def _refusal(self, encoding: int) -> Exception:
@@ -236,20 +235,22 @@ class Codec:
             return ProtocolError("message for a serializer that this worker lacks")
         return ProtocolError(f"unknown encoding {encoding}")
 
-    def _from_values(self, kind: int, subject: Subject, values: list[Any]) -> Any:
+    def _from_values(self, kind: int, subject: Subject, values: tuple[Any, ...]) -> Any:
         of, name, keywords, modes, spread = subject
         if of != kind and not self._extends(kind, of):
             raise ProtocolError(f"message {kind} with a signature of {of}")
         if kind == RESULT and (spread or len(values) == 1):
-            return Result(tuple(values) if spread else values[0])
+            return Result(values if spread else values[0])
         if kind == CALL and name is not None and not keywords:
-            return Call(name, tuple(values), {}, modes)
+            return Call(name, values, {}, modes)
         if name is None:
             last = self._spread.get(kind)
             if last is None or len(values) < last:
                 return self._from_fields(kind, values)
-            return self._types[kind](*values[:last], tuple(values[last:]))
-        ids = () if kind == CALL or not values else values.pop(0)
+            return self._types[kind](*values[:last], values[last:])
+        ids: Any = ()
+        if kind != CALL and values:
+            ids, values = values[0], values[1:]
         count = len(values) - len(keywords)
         if count < 0:
             raise ProtocolError(f"message {kind} with more names than values")
@@ -280,40 +281,24 @@ class Codec:
         return message
 
     def _short(
-        self, subject: Subject, values: tuple[Any, ...], manner: Manner, context: int
+        self, subject: Subject, values: tuple[Any, ...], manner: Manner, context: Any
     ) -> Parcel | None:
-        found: list[torch.Tensor] = []
-        parcel = self._encoders[manner.plain].encode(subject, values, found)
-        if parcel is not None:
-            if len(parcel.body) > self._limits.body or parcel.bulk_length:
-                parcel.check(self._limits)
-            if context:
-                self._record(parcel, context, manner, found)
+        encoded = self._encoders[manner.plain].encode(subject, values)
+        if encoded is None:
+            return None
+        parcel, pick = encoded
+        if len(parcel.body) > self._limits.body or parcel.bulk_length:
+            parcel.check(self._limits)
+        if context:
+            self._recorder.leaving(context, manner.to, parcel, pick(values))
         return parcel
 
-    def _record(
-        self, parcel: Parcel, context: int, manner: Manner, found: list[torch.Tensor]
-    ) -> None:
-        assert self._recorder is not None
-        if not torch.is_grad_enabled():
-            found = []
-        mark = self._recorder.leaving(context, manner.to, found)
-        if mark is not None:
-            parcel.scope, parcel.mark = context, mark
-            if mark:
-                parcel.afterwards = (partial(self._recorder.sent, context),)
-        if parcel.kind != RESULT:  # which nobody answers
-            end = self._recorder.end_to_tell(manner.to)
-            if end is not None:
-                parcel.over, freight = end
-                parcel.freight = (freight,)
-
     def _general(
-        self, kind: int, fields: tuple[Any, ...], manner: Manner, context: int = 0
+        self, kind: int, fields: tuple[Any, ...], manner: Manner, context: Any = None
     ) -> Parcel:
         found: list[torch.Tensor] = []
         cargo = Cargo(self._carriers, manner.to, is_reply=kind == RESULT)
-        cargo.is_recorded = context != 0 and torch.is_grad_enabled()
+        cargo.is_recorded = bool(context) and torch.is_grad_enabled()
         encoding, serializer = self._serializer(manner, cargo)
         try:
             data = serializer.dumps(fields, found)
@@ -323,11 +308,13 @@ class Codec:
                 )
             packed = tensors.pack(found)
             body = b"".join((*packed.head, data))
-            parcel = Parcel(kind, encoding, body, packed.bulk, packed.bulk_length)
-            parcel.check(self._limits)
+            parcel = Parcel(kind, encoding, body)
+            parcel.with_bulk(packed.bulk, packed.bulk_length).check(self._limits)
             if context:
                 noted = list(cargo.tensors.values()) or _recorded(found)
-                self._record(parcel, context, manner, noted)
+                if cargo.is_recorded:
+                    self._recorder.check(noted)
+                self._recorder.leaving(context, manner.to, parcel, noted)
         except BaseException:
             cargo.take_back()
             raise

@@ -22,7 +22,6 @@ from __future__ import annotations
 import ctypes
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -58,25 +57,39 @@ class Wait(Protocol):
         """Wait for its end; raises what went wrong."""
 
 
-@dataclass(slots=True)
 class Parcel:
-    """A message ready to travel, but for where it goes."""
+    """A message ready to travel, but for where it goes.
 
-    kind: int
-    encoding: int
-    body: bytes
+    What few have is left to the class: setting all would take longer than the rest.
+    """
+
     bulk: Sequence[Piece] = ()
-    bulk_length: int = 0
-    scope: int = 0
-    mark: int = 0
-    over: int = 0
+    bulk_length = 0
+    scope = 0
+    mark = 0
+    over = 0
     freight: Sequence[Freight] = ()
-    can_wait: bool = False
+    can_wait = False
     """An answer that may be held back for a moment, to travel with others."""
     meanwhile: Callable[[], object] | None = None
     """What the sender has to do between sending a request by a lane and waiting."""
     afterwards: Sequence[Callable[[], object]] = ()
     """What may be done here when it has been sent, and the other side has to do something first."""
+
+    def __init__(self, kind: int, encoding: int, body: bytes) -> None:
+        self.kind = kind
+        self.encoding = encoding
+        self.body = body
+
+    def __repr__(self) -> str:
+        return (
+            f"<Parcel of kind {self.kind}: {len(self.body)} + {self.bulk_length} bytes>"
+        )
+
+    def with_bulk(self, bulk: Sequence[Piece], length: int) -> Parcel:
+        """Itself, with large tensors beside it."""
+        self.bulk, self.bulk_length = bulk, length
+        return self
 
     def header(self, call: int, segment: int = 0) -> bytes:
         return HEADER.pack(
@@ -117,25 +130,40 @@ class Parcel:
         if self.bulk_length:
             area = (ctypes.c_char * self.bulk_length)()
             fill(area, 0, self.bulk)
-        frame = Frame(self.kind, self.encoding, call, self.scope, self.body, area)
-        frame.mark, frame.over = self.mark, self.over
+        frame = Frame(self.kind, self.encoding, call, self.body, area)
+        frame.scope, frame.mark, frame.over = self.scope, self.mark, self.over
         return frame
 
 
-@dataclass(slots=True)
 class Frame:
-    """A message that has arrived, not yet decoded."""
+    """A message that has arrived, not yet decoded. Like parcels, most have but a few fields."""
 
-    kind: int
-    encoding: int
-    call: int
-    scope: int
-    body: bytes | memoryview
-    area: Any = None  # a writable buffer that lives as long as the tensors made of it
-    mark: int = 0
-    over: int = 0
+    scope = 0
+    mark = 0
+    over = 0
     waits: Sequence[Wait] = ()
     """What must have come to its end before the message may be used; known when it is opened."""
+    context: Any = None
+    """What an upper layer knows of the scope (`cargo.Recorder`); known when it is opened."""
+
+    def __init__(
+        self,
+        kind: int,
+        encoding: int,
+        call: int,
+        body: bytes | memoryview,
+        area: Any = None,
+    ) -> None:
+        self.kind = kind
+        self.encoding = encoding
+        self.call = call
+        self.body = body
+        self.area = (
+            area  # a writable buffer that lives as long as the tensors made of it
+        )
+
+    def __repr__(self) -> str:
+        return f"<Frame of kind {self.kind}, call {self.call}: {len(self.body)} bytes>"
 
 
 class Limits(NamedTuple):

@@ -1,0 +1,236 @@
+"""The other end of `signatures.py`: a signature that arrives is parsed once, into a plan.
+
+A plan fetches the values that follow the signature: each by a step of its own, or, where all are
+small tensors, as most are, in one go.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import ProtocolError
+from . import memory, plain
+from .signatures import LENGTH, MAX_SIGNATURE, RAW, Subject, picker
+from .tensors import DTYPES, INLINE
+
+Load = Callable[[Any], Any]
+Step = Callable[[Any, int, Any, Any], Any]
+_Small = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any]]
+"""How to make a small tensor: a function, its arguments, and what puts bytes at an address."""
+
+_MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
+
+
+class Decoder:
+    """Remembers the signatures that arrived."""
+
+    def __init__(self, load: Load) -> None:
+        self._load = load
+        self._known: dict[bytes, _Plan] = {}
+        self._learned = 0
+
+    def decode(
+        self, body: bytes | memoryview, area: Any
+    ) -> tuple[Subject, tuple[Any, ...], tuple[Tensor, ...]]:
+        """What the message is about, its values, and those of them that are to require grad.
+
+        Raises:
+            ProtocolError: the bytes make no sense.
+        """
+        if len(body) < 4:
+            raise ProtocolError("message without a signature")
+        at = 4 + LENGTH.unpack_from(body)[0]
+        signature = bytes(body[4:at])
+        plan = self._known.get(signature) or self._learn(signature, at, len(body))
+        fetched: list[Any] = []
+        data = self._data(plan, body, at + plan.inline, area) if plan.has_more else None
+        try:
+            if data is None:
+                for (make, sizes, put), raw in zip(
+                    plan.small, plan.cut(body, at), strict=True
+                ):
+                    tensor = make(*sizes)
+                    put(tensor.data_ptr()).raw = raw
+                    fetched.append(tensor)
+            else:
+                for step in plan.steps:
+                    fetched.append(step(body, at, area, data))
+        except struct.error:
+            raise _too_short() from None
+        except (TypeError, RuntimeError) as error:
+            raise ProtocolError(f"tensor cannot be made here: {error}") from error
+        values = tuple(fetched)
+        return plan.subject, values, plan.pick(values)
+
+    def _data(
+        self, plan: _Plan, body: bytes | memoryview, start: int, area: Any
+    ) -> list[Any]:
+        """The values that are plain data, when all that is to follow is there."""
+        if start > len(body) or (plan.bulk and plan.bulk > _room(area)):
+            raise _too_short()
+        data = self._load(body[start:]) if plan.data else []
+        if type(data) is not list or len(data) != plan.data:
+            raise ProtocolError("data does not fit its signature")
+        return data
+
+    def _learn(self, signature: bytes, end: int, length: int) -> _Plan:
+        if end > length or end > MAX_SIGNATURE + 4:
+            raise ProtocolError(f"signature of {end - 4} bytes")
+        try:
+            plan = _parse(plain.loads(signature, []))
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ProtocolError(f"signature makes no sense: {error}") from error
+        self._learned += len(signature)
+        if self._learned > _MAX_LEARNED:
+            self._known.clear()
+            self._learned = len(signature)
+        self._known[signature] = plan
+        return plan
+
+
+def _parse(signature: Any) -> _Plan:
+    # Unpacked only if it is a tuple: a tensor in its place could have any number of items.
+    if type(signature) is not tuple or any(type(x) is not tuple for x in signature):
+        raise TypeError("not two tuples")
+    subject, specs = signature
+    kind, name, keywords, modes, spread = subject
+    if not (
+        type(kind) is int
+        and (name is None or type(name) is str)
+        and type(keywords) is tuple
+        and all(type(word) is str for word in keywords)
+        and (modes is None or type(modes) is tuple)
+        and type(spread) is bool
+    ):
+        raise TypeError("subject with fields of wrong types")
+    return _Plan(subject, specs)
+
+
+class _Plan:
+    """How to fetch the values that follow a signature."""
+
+    __slots__ = (
+        "_lengths",
+        "_traced",
+        "bulk",
+        "cut",
+        "data",
+        "has_more",
+        "inline",
+        "pick",
+        "small",
+        "steps",
+        "subject",
+    )
+
+    def __init__(self, subject: Subject, specs: tuple[Any, ...]) -> None:
+        self.subject = subject
+        self.steps: list[Step] = []
+        self.small: list[_Small] = []
+        """How to make them, if all are small tensors."""
+        self.inline = 0  # bytes of small tensors
+        self.bulk = 0
+        self.data = 0  # values that are plain data
+        self._traced: list[int] = []  # the places of the tensors that require grad
+        self._lengths = ""
+        for spec in specs:
+            if spec is None:
+                self.steps.append(_fetch_none)
+            elif type(spec) is tuple:
+                self.steps.append(self._tensor(*spec))
+            elif type(spec) is int and spec in RAW:
+                self.steps.append(_fetch_raw(self.inline, spec))
+                self.inline += spec
+            else:
+                self.steps.append(_fetch_data(self.data))
+                self.data += 1
+        self.pick = picker(self._traced, len(specs))
+        self.has_more = len(self.small) < len(specs)
+        self.cut = struct.Struct(self._lengths).unpack_from
+        """Takes their bytes apart."""
+
+    def _tensor(self, code: int, shape: Any, grad: bool, offset: int) -> Step:
+        dtype = DTYPES[code]
+        if type(shape) is not tuple or not all(map(_is_size, shape)):
+            raise ProtocolError("tensor whose shape is not one")
+        if dtype is None or code < 0:
+            raise ProtocolError(f"tensor of dtype {code}")
+        count = math.prod(shape)
+        length = count * dtype.itemsize
+        if offset < 0:
+            if length > INLINE:
+                raise ProtocolError(f"small tensor of {length} bytes")
+            self.small.append(_small(dtype, shape, length))
+            self._lengths += f"{length}s"
+            step = _fetch_small(self.small[-1], self.inline, length)
+            self.inline += length
+        else:
+            if offset % 64 or not count:
+                raise ProtocolError(f"large tensor of {length} bytes at {offset}")
+            step = _fetch_large(dtype, shape, offset, count)
+            self.bulk = max(self.bulk, offset + length)
+        if grad:
+            if not (dtype.is_floating_point or dtype.is_complex):
+                raise ProtocolError(f"tensor of {dtype} that requires grad")
+            self._traced.append(len(self.steps))
+        return step
+
+
+def _too_short() -> ProtocolError:
+    return ProtocolError("message is shorter than its signature says")
+
+
+def _room(area: Any) -> int:
+    return 0 if area is None else memoryview(area).nbytes
+
+
+def _is_size(number: Any) -> bool:
+    return type(number) is int and 0 <= number < 1 << 63
+
+
+def _fetch_none(body: Any, at: int, area: Any, data: Any) -> None:
+    return None
+
+
+def _fetch_data(index: int) -> Step:
+    return lambda body, at, area, data: data[index]
+
+
+def _fetch_raw(start: int, length: int) -> Step:
+    return lambda body, at, area, data: bytes(body[at + start : at + start + length])
+
+
+def _small(dtype: torch.dtype, shape: Any, length: int) -> _Small:
+    like = torch.empty((), dtype=dtype, device=memory.CPU)
+    # `new_empty` takes half the time of `torch.empty` with its options.
+    return like.new_empty, shape or ((),), memory.arrays[length].from_address
+
+
+def _fetch_small(small: _Small, start: int, length: int) -> Step:
+    make, sizes, put = small
+    end = start + length
+
+    def step(body: Any, at: int, area: Any, data: Any) -> Tensor:
+        tensor = make(*sizes)
+        put(tensor.data_ptr()).raw = body[at + start : at + end]
+        return tensor
+
+    return step
+
+
+def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Step:
+    def step(body: Any, at: int, area: Any, data: Any) -> Tensor:
+        flat = torch.frombuffer(area, dtype=dtype, count=count, offset=offset)
+        return flat.view(shape)
+
+    return step
+
+
+def load_plain(data: Any) -> Any:
+    return plain.loads(data, [])
