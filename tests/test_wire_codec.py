@@ -148,7 +148,8 @@ def test_a_long_signature_goes_the_general_way(manner: Manner) -> None:
 
 
 def test_the_signatures_remembered_are_bounded() -> None:
-    encoder, decoder = Encoder(PLAIN_SHORT, dump_plain), Decoder(load_plain)
+    encoder = Encoder(PLAIN_SHORT, dump_plain, LIMITS)
+    decoder = Decoder(load_plain)
     for number in range(1000):
         subject: Subject = (CALL, f"module:{number}" + "x" * 3000, (), None, False)
         parcel, _ = encoder.encode(subject, ()) or pytest.fail("not the short way")

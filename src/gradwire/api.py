@@ -30,7 +30,15 @@ from .worker import Worker, open_worker
 
 _process: Worker | None = None
 _starting = threading.Lock()
-_thread = threading.local()
+
+
+class _Thread(threading.local):
+    """Whose thread this is."""
+
+    worker: Worker | None = None
+
+
+_thread = _Thread()
 _reducers: dict[type, Reducer] = {}
 
 
@@ -106,7 +114,7 @@ def current_worker() -> Worker:
     Raises:
         ClosedError: there is none.
     """
-    worker: Worker | None = getattr(_thread, "worker", None) or _process
+    worker = _thread.worker or _process
     if worker is None:
         raise ClosedError("there is no worker in this process: call init_rpc first")
     return worker
@@ -325,14 +333,14 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
     pickle like all others.
     """
     _reducers[kind] = reducer
-    for worker in (getattr(_thread, "worker", None), _process):
+    for worker in (_thread.worker, _process):
         if worker is not None:
             worker.register_reducer(kind, reducer)
 
 
 def enter(worker: Worker | None) -> Worker | None:
     """Make a worker current in this thread; returns the one before. For worlds in one process."""
-    before: Worker | None = getattr(_thread, "worker", None)
+    before: Worker | None = _thread.worker
     _thread.worker = worker
     return before
 

@@ -45,26 +45,13 @@ class Part(Protocol):
     def released(self) -> None: ...
 
 
-class Memory:
-    """The last numbers noted. What comes after thousands of others is not waited for."""
-
-    def __init__(self) -> None:
-        self._numbers: OrderedDict[int, int | None] = OrderedDict()
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._numbers
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def get(self, number: int) -> int | None:
-        """What was noted with a number."""
-        return self._numbers.get(number)
+class Memory(OrderedDict[int, "int | None"]):
+    """The last numbers noted, each with a note. What comes after thousands of others is late."""
 
     def add(self, number: int, note: int | None = None) -> None:
-        self._numbers[number] = note
-        if len(self._numbers) > _MOST_REMEMBERED:
-            self._numbers.popitem(last=False)
+        self[number] = note
+        if len(self) > _MOST_REMEMBERED:
+            self.popitem(last=False)
 
 
 class Numbers:
@@ -123,7 +110,9 @@ class Context:
         send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
         with self.lock:
             self.sends[number] = send
-            send.enter_late(len(self.sends))
+            send.place = len(self.sends)
+            if not send.leaves:
+                send.enter_late()
         return send
 
     def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> None:
@@ -238,12 +227,11 @@ class Contexts:
     ) -> Any:
         """Handle a message in the context that it came with."""
         current = self._current
-        before = current.get()
-        current.set(context)
+        before = current.set(context)
         try:
             return handler(sender, message)
         finally:
-            current.set(before)
+            current.reset(before)
 
     def get(self, number: int) -> Context:
         """The context with this id.
@@ -261,14 +249,11 @@ class Contexts:
         context = self._contexts.get(number)
         if context is not None:
             return context
+        context = Context(number)
         with self._lock:
-            context = self._contexts.get(number)
-            if context is None:
-                context = Context(number)
-                if owner(number) == self._worker or number in self._released:
-                    context.is_released = True
-                else:
-                    self._contexts[number] = context
+            if number >> _COUNT_BITS != self._worker and number not in self._released:
+                return self._contexts.setdefault(number, context)
+        context.is_released = True
         return context
 
     def claimed(self, numbers: Iterable[int], worker: int) -> tuple[int, ...]:

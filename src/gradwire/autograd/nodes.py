@@ -101,7 +101,11 @@ class Send:
 
     leaves: Sequence[Tensor] = ()
     """The tensors, if all are leaves and nobody has asked for the node yet."""
-    _place = 0
+    place = 0
+    """When the engine enters it, after all else that is ready: later places first.
+
+    From 1 on: 0 is for what comes later still (`gates.py`).
+    """
     _output: Tensor | None = None
 
     def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
@@ -134,12 +138,11 @@ class Send:
         edges: tuple[tuple[Any, int], ...] = self.node.next_functions
         return edges
 
-    def enter_late(self, place: int) -> None:
-        """Have the engine enter it after all else that is ready, those of later places first."""
-        self._place = place  # from 1 on: 0 is for what comes later still (`gates.py`)
+    def enter_late(self) -> None:
+        """Have the engine enter it at its place."""
         if self._output is not None:
             node: Any = self._output.grad_fn
-            node._set_sequence_nr(self._place)
+            node._set_sequence_nr(self.place)
 
     def _make_late(self) -> Tensor:
         with _making:
@@ -147,7 +150,7 @@ class Send:
                 return self._output
             output = _made_late(self.crossing, self.leaves)
             node: Any = output.grad_fn
-            node._set_sequence_nr(self._place)
+            node._set_sequence_nr(self.place)
             self._output, self.leaves = output, ()
             return output
 
@@ -157,7 +160,10 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
-    _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
+    if torch.is_grad_enabled():
+        _apply_recv(_TOKEN, crossing, tuple(tensors))
+    else:
+        _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
     return tensors[0].grad_fn
 
 

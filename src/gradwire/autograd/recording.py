@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor, is_grad_enabled
 
+from ..wire.cargo import require_grad
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import RESULT
 from .checks import check_kinds
@@ -31,20 +32,19 @@ class Recording:
         self.check = check_kinds
 
     def leaving(
-        self, context: Context, to: int, parcel: Parcel, tensors: list[Tensor]
+        self, context: Context, to: int, parcel: Parcel, tensors: Sequence[Tensor]
     ) -> None:
         """A message of a context leaves, with these tensors that need gradients."""
         context.known.add(to)
-        mark = 0
         if tensors and is_grad_enabled() and not context.is_released:
-            mark = self._number()
+            parcel.mark = mark = self._number()
             context.add_send(mark, to, tensors)
+            parcel.afterwards = (partial(_look_at_graph, context),)
         # Whoever is known by now will be told of its end. Others must not hear of it any more.
-        if not context.is_released:
+        if context.is_released:
+            parcel.mark = 0
+        else:
             parcel.scope = context.id
-            if mark:
-                parcel.mark = mark
-                parcel.afterwards = (partial(_look_at_graph, context),)
         if parcel.kind != RESULT:  # which nobody answers
             word = self._take_word(to)
             if word is not None:
@@ -54,8 +54,10 @@ class Recording:
         """A message of a context came, with these tensors that need gradients; the context."""
         context = self._find(frame.scope)
         context.known.add(sender)
-        if tensors:
+        if tensors and frame.mark:
             context.add_recv(frame.mark, sender, tensors)
+        elif tensors:
+            require_grad(tensors)
         return context
 
 

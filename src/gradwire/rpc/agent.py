@@ -242,8 +242,7 @@ class Agent:
         else:
             parcel = self._result(peer, message, value, frame.context)
         if frame.over:  # whoever asked need not wait for that
-            end = partial(self._end_context, frame.over, sender)
-            parcel.afterwards = (*parcel.afterwards, end)
+            parcel.afterwards += (partial(self._end_context, frame.over, sender),)
         return parcel
 
     def arrived(self, sender: int, frame: Frame) -> None:
@@ -266,7 +265,7 @@ class Agent:
             return
         if type(value) is not Later:
             result = self._result(peer, message, value, frame.context)
-            self._reply(peer, frame.call, result)
+            self._reply(peer, frame.call, result, message)
             return
         call, context = frame.call, frame.context
 
@@ -275,7 +274,7 @@ class Agent:
                 parcel = self._result(peer, message, future.value(), context)
             except BaseException as error:  # noqa: BLE001 user code
                 parcel = self._codec.failure(error, peer.manner)
-            self._reply(peer, call, parcel)
+            self._reply(peer, call, parcel, message)
 
         value.future.add_done_callback(finished)
         if value.begin is not None:
@@ -287,9 +286,9 @@ class Agent:
         if frame.waits:
             after(frame, message)
         handler = self._handlers[type(message)]
-        if frame.context is not None:
-            return message, self._in_context(frame.context, handler, sender, message)
-        return message, handler(sender, message)
+        if frame.context is None:
+            return message, handler(sender, message)
+        return message, self._in_context(frame.context, handler, sender, message)
 
     def _run_call(self, sender: int, call: Call) -> Any:
         return self._runner.run(call)
@@ -299,13 +298,10 @@ class Agent:
             return self._codec.failure(value.error, peer.manner, value.trace)
         given = getattr(message, "modes", None) if context else None
         try:
-            if given is not None and not modes.allow_grad(given):
-                with torch.no_grad():
-                    parcel = self._codec.result(value, peer.manner, context)
-            else:
-                parcel = self._codec.result(value, peer.manner, context)
-            parcel.can_wait = type(message) in self._patient
-            return parcel
+            if given is None or modes.allow_grad(given):
+                return self._codec.result(value, peer.manner, context)
+            with torch.no_grad():
+                return self._codec.result(value, peer.manner, context)
         except (WorkerLostError, StaleReferenceError) as error:  # of a reference in it
             return self._codec.failure(error, peer.manner)
         except Exception as error:  # noqa: BLE001 user code
@@ -318,7 +314,10 @@ class Agent:
             refusal.__cause__ = error
             return self._codec.failure(refusal, peer.manner)
 
-    def _reply(self, peer: Peer, call: int, parcel: Parcel) -> None:
+    def _reply(
+        self, peer: Peer, call: int, parcel: Parcel, message: Any = None
+    ) -> None:
+        parcel.can_wait = parcel.kind == RESULT and type(message) in self._patient
         if self._closed:
             return  # that we have left is the answer to all that was under way
         if peer.id == self.me.id:

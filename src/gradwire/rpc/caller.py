@@ -6,6 +6,7 @@ user code. A call ends once: by its answer, by its deadline, or with the worker 
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -27,13 +28,13 @@ from ..wire.frames import Frame, Parcel
 from ..wire.functions import describe
 from ..wire.messages import RESULT, Call, Failure
 from .calls import CallsInFlight, Pending
-from .encoding import encode
 from .ends import account, after, fail, too_late
 from .futures import CallFuture, Fate, fresh_copy, settle, wait_after
 from .held import Held, HeldBack
 from .peers import Peer
 
 _FOR_EVER = float("inf")
+_NO_LIMIT = (0, _FOR_EVER)
 
 
 class Caller:
@@ -64,7 +65,10 @@ class Caller:
         self._readers: dict[int, int] = {}  # by call, the thread that reads for it
         self._opening: set[int] = set()  # calls whose answer is here, not yet decoded
         self._exchanging: dict[int, int] = {}  # by number, whom a lane is used to call
-        self._exchanges = 0  # ever made, and so the next one's number
+        self._numbers = (
+            itertools.count()
+        )  # of exchanges; each look at it takes one, too
+        self._looks = 0
         self._posted = 0  # users' calls ever posted
         self._alarm = _FOR_EVER
 
@@ -75,7 +79,9 @@ class Caller:
     @property
     def started(self) -> int:
         """Users' calls ever made from here."""
-        return self._posted + self._exchanges
+        with self._lock:
+            self._looks += 1
+            return self._posted + next(self._numbers) + 1 - self._looks
 
     def answers(self) -> list[CallFuture]:
         """The futures of all that was posted and is not answered."""
@@ -93,15 +99,15 @@ class Caller:
         self, peer: Peer, call: Call, timeout: float | None, meanwhile: Any = None
     ) -> Any:
         """Call and wait; `meanwhile` is called when the request is on its way."""
-        if not self._has_lane(peer):
+        if peer.id == self._me or not self._transport.has_lanes:
             return wait_after(meanwhile, self.call_async(peer, call, timeout))
-        parcel = encode(self._codec, peer, call)
+        parcel = self._codec.call(call, peer.manner)
         parcel.meanwhile = meanwhile
         return self._exchange(peer, parcel, call.function, timeout)
 
     def call_async(self, peer: Peer, call: Call, timeout: float | None) -> CallFuture:
         """Call; the future of the result."""
-        parcel = encode(self._codec, peer, call)
+        parcel = self._codec.call(call, peer.manner)
         return self.post(peer, parcel, call.function, timeout, calls=1)
 
     def call_soon(
@@ -115,12 +121,12 @@ class Caller:
 
         The request is held back for a moment if it can be; it may be taken back (`take_held`).
         """
-        parcel = encode(self._codec, peer, call)
+        parcel = self._codec.call(call, peer.manner)
         held = self._request(peer, parcel, call.function, timeout, make)
         if not parcel.bulk_length and self._has_lane(peer):
             self._held.hold(held)
         else:
-            self._flush(peer)
+            self._held.flush(peer.id)
             self._start(held, 1)
         future: CallFuture = held.pending.answer
         return future
@@ -155,7 +161,7 @@ class Caller:
     ) -> CallFuture:
         """Send a request; the future of its answer. It counts as so many calls of a user."""
         held = self._request(peer, parcel, what, timeout, CallFuture)
-        self._flush(peer)
+        self._held.flush(peer.id)
         self._start(held, calls)
         future: CallFuture = held.pending.answer
         return future
@@ -258,24 +264,23 @@ class Caller:
         is_over: Callable[[], bool] | None = None,
     ) -> Any:
         seconds = self._seconds(timeout)
-        self._flush(peer)
-        with self._lock:
-            self._exchanges += 1
-            number = self._exchanges
-            self._exchanging[number] = peer.id
-        arrived = False
+        if self._held.requests:
+            self._held.flush(peer.id)
+        number = next(self._numbers)
+        frame = None
+        self._exchanging[number] = peer.id  # in one step: it needs no lock
         try:
             try:
-                limit = None if seconds in (0, _FOR_EVER) else seconds
+                limit = None if seconds in _NO_LIMIT else seconds
                 frame = self._transport.exchange(peer.card, parcel, limit, is_over)
             except TimeoutError:
                 raise self.timeout_error(describe(what), peer.name, seconds) from None
-            arrived = frame.kind == RESULT
             value = self._open(peer, what, frame)
             return after(frame, value) if frame.waits else value
         finally:
-            del self._exchanging[number]  # in one step, as copying it: it needs no lock
+            del self._exchanging[number]
             if parcel.freight:
+                arrived = frame is not None and frame.kind == RESULT
                 account(parcel.freight, arrived=arrived)
 
     def _seconds(self, timeout: float | None) -> float:
@@ -284,10 +289,6 @@ class Caller:
         if timeout < 0:
             raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for none")
         return timeout
-
-    def _flush(self, peer: Peer) -> None:
-        if self._held:
-            self._held.flush(peer.id)
 
     def _request(
         self,
@@ -340,8 +341,7 @@ class Caller:
 
     def _wait_for(self, future: CallFuture, deadline: float | None) -> None:
         """Wait until a future is done, or the deadline."""
-        if self._held:
-            self._held.flush_all()
+        self._held.flush_all()
         while not future.done():
             if deadline is not None and time.monotonic() >= deadline:
                 return

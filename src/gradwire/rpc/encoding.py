@@ -1,16 +1,11 @@
-"""A user's call: checked, and as a parcel."""
+"""A user's call, checked."""
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
-from ..wire.codec import Codec
-from ..wire.frames import Parcel
-from ..wire.functions import describe
 from ..wire.messages import Call
 from . import modes
-from .peers import Peer
 
 
 def prepare(
@@ -33,18 +28,3 @@ def prepare(
         raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
     named = dict(kwargs) if kwargs else {}
     return kind(func, tuple(args or ()), named, modes.capture(), ids)
-
-
-def encode(codec: Codec, peer: Peer, call: Call) -> Parcel:
-    """A call as a parcel.
-
-    Raises:
-        TypeError, ValueError: it cannot be sent.
-    """
-    try:
-        return codec.call(call, peer.manner)
-    except (RecursionError, pickle.PicklingError) as error:
-        if "recursion" not in str(error):
-            raise
-        what = describe(call.function)
-        raise TypeError(f"arguments of {what} nest too deep") from error

@@ -30,31 +30,28 @@ class Held(NamedTuple):
 
 
 class HeldBack:
-    """The requests of one worker that wait for the next; true if there are any."""
+    """The requests of one worker that wait for the next."""
 
     def __init__(self, executor: Executor, send: Callable[[Held], None]) -> None:
         self._executor = executor
         self._send = send
         self._lock = threading.Lock()
-        self._held: dict[int, Held] = {}
+        self.requests: dict[int, Held] = {}  # by the worker they go to
         self._since: dict[int, float] = {}  # by worker
         self._last = 0  # the last request that could be held back
         self._streak = 0  # requests in a row of which it was worth it
         self._is_watched = False
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def hold(self, held: Held) -> None:
         """Keep a request back if that pays; the one before it goes out."""
         with self._lock:
-            before = self._held.pop(held.peer.id, None)
+            before = self.requests.pop(held.peer.id, None)
             if before is not None or self._last:
                 self._streak = 0  # it was not taken back
             self._last = held.pending.call
             pays = self._streak >= _CONVINCING
             if pays:
-                self._held[held.peer.id] = held
+                self.requests[held.peer.id] = held
                 self._since[held.peer.id] = time.monotonic()
             watch = pays and not self._is_watched
             self._is_watched |= pays
@@ -71,30 +68,30 @@ class HeldBack:
             if call == self._last:
                 self._last = 0
                 self._streak += 1
-            held = self._held.get(to)
+            held = self.requests.get(to)
             if held is None or held.pending.call != call:
                 return None
-            return self._held.pop(to)
+            return self.requests.pop(to)
 
     def drop(self, to: int) -> Held | None:
         """What is held back for a worker that is no more."""
         with self._lock:
-            return self._held.pop(to, None)
+            return self.requests.pop(to, None)
 
     def drop_all(self) -> list[Held]:
         with self._lock:
-            held, self._held = self._held, {}
+            held, self.requests = self.requests, {}
             return list(held.values())
 
     def flush(self, to: int) -> None:
         """Send what is held back for a worker."""
-        held = self.drop(to)
+        held = self.drop(to) if self.requests else None
         if held is not None:
             self._send(held)
 
     def flush_all(self) -> None:
         """Send all that is held back."""
-        for to in list(self._held):
+        for to in list(self.requests):
             self.flush(to)
 
     def _look(self) -> None:
@@ -102,9 +99,9 @@ class HeldBack:
         now = time.monotonic()
         with self._lock:
             self._is_watched = bool(self._since)
-            late = any(now - self._since[to] >= _HOLD for to in self._held)
+            late = any(now - self._since[to] >= _HOLD for to in self.requests)
             self._since = {
-                to: when for to, when in self._since.items() if to in self._held
+                to: when for to, when in self._since.items() if to in self.requests
             }
             if late:
                 self._streak = 0

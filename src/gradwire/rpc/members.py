@@ -51,10 +51,10 @@ class Members:
             ValueError: there never was one; says who is there.
             TypeError: that is no way to name a worker.
         """
-        if isinstance(to, int) and not isinstance(to, bool):
-            card = self._cards.get(to)
-        elif isinstance(to, str):
+        if isinstance(to, str):
             card = self._by_name.get(to)
+        elif isinstance(to, int) and not isinstance(to, bool):
+            card = self._cards.get(to)
         elif isinstance(to, WorkerInfo):
             card = self._cards.get(to.id)
         else:

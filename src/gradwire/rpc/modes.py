@@ -13,6 +13,12 @@ from types import coroutine
 from typing import Any
 
 import torch
+from torch import (
+    is_anomaly_enabled,
+    is_autocast_enabled,
+    is_grad_enabled,
+    is_inference_mode_enabled,
+)
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -21,14 +27,13 @@ Modes = tuple[Any, ...]
 
 def capture() -> Modes | None:
     """This thread's modes; None for the usual ones."""
-    usual = (
-        torch.is_grad_enabled()
-        and not torch.is_inference_mode_enabled()
-        and not torch.is_autocast_enabled("cpu")
-        and not torch.is_autocast_enabled("cuda")
-        and not torch.is_anomaly_enabled()
-    )
-    if usual:
+    if (
+        is_grad_enabled()
+        and not is_inference_mode_enabled()
+        and not is_autocast_enabled("cpu")
+        and not is_autocast_enabled("cuda")
+        and not is_anomaly_enabled()
+    ):
         return None
     casts = tuple(
         (device, torch.get_autocast_dtype(device))

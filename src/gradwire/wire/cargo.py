@@ -8,7 +8,7 @@ it; what must happen before the message may be used is remembered with the frame
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -41,7 +41,7 @@ class Recorder(Protocol):
     def current(self) -> Any:
         """The context of this thread; None if there is none."""
 
-    def check(self, tensors: list[torch.Tensor]) -> None:
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
         """Refuse what cannot be recorded. What goes the short way can be.
 
         Raises:
@@ -49,17 +49,38 @@ class Recorder(Protocol):
         """
 
     def leaving(
-        self, context: Any, to: int, parcel: Parcel, tensors: list[torch.Tensor]
+        self, context: Any, to: int, parcel: Parcel, tensors: Sequence[torch.Tensor]
     ) -> None:
         """A message of a context leaves, with these: what there is to say goes onto the parcel."""
 
     def arrived(
         self, frame: Frame, sender: int, tensors: Sequence[torch.Tensor]
     ) -> Any:
-        """A message of a context came, with these: they get their history, in place.
+        """A message of a context came, with these that are to require grad; the context.
 
-        The context.
+        With a mark they get their history, in place; without, they are leaves.
         """
+
+
+class NoRecorder:
+    """Where there are no contexts."""
+
+    def current(self) -> None:
+        return None
+
+    def check(self, tensors: Sequence[torch.Tensor]) -> None:
+        return None
+
+    def leaving(self, context: Any, to: int, parcel: Any, tensors: Any) -> None:
+        return None
+
+    def arrived(self, frame: Frame, sender: int, tensors: Any) -> None:
+        require_grad(tensors)
+
+
+def require_grad(tensors: Iterable[torch.Tensor]) -> None:
+    for tensor in tensors:
+        tensor.requires_grad_()
 
 
 @dataclass(slots=True)

@@ -25,16 +25,17 @@ import torch
 
 from ..errors import NotAllowedError, ProtocolError
 from . import memory, plain, tensors
-from .cargo import Cargo, Carrier, Recorder
+from .cargo import Cargo, Carrier, NoRecorder, Recorder, require_grad
 from .failures import describe_failure, shorten
 from .frames import Frame, Limits, Parcel
-from .functions import Names
+from .functions import Names, describe
 from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
 from .pickling import PickleSerializer, Reducer, Serializer
 from .plans import Decoder, load_plain
 from .signatures import Encoder, Subject, dump_pickle, dump_plain
 
 SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
+_NO_NAMES: tuple[str, ...] = ()
 _RESULT: Subject = (RESULT, None, (), None, False)
 _SPREAD_RESULT: Subject = (RESULT, None, (), None, True)
 _Fields = Callable[[Any], tuple[Any, ...]]
@@ -69,14 +70,14 @@ class Codec:
         self._names = Names()
         self._reducers: dict[type, Reducer] = {}
         self._carriers: dict[type, Carrier] = {}
-        self._recorder: Any = None  # a `Recorder`, if there is one
+        self._recorder: Any = NoRecorder()
         self._kinds: dict[type, int] = {Call: CALL}
         self._upper: dict[type, _Upper] = {}
         self._spread: dict[int, int] = {}  # by kind: the place of the last field
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
-            False: Encoder(SHORT, dump_pickle),
-            True: Encoder(PLAIN_SHORT, dump_plain),
+            False: Encoder(SHORT, dump_pickle, limits),
+            True: Encoder(PLAIN_SHORT, dump_plain, limits),
         }
         self._decoders = {PLAIN_SHORT: Decoder(load_plain)}
         self._loaders: dict[int, Serializer] = {PLAIN_GENERAL: plain}
@@ -128,14 +129,14 @@ class Codec:
             ValueError: it is larger than the limits.
         """
         kind = self._kinds[type(call)]
-        context = None if self._recorder is None else self._recorder.current()
+        context = self._recorder.current()
         name = call.function
         if type(name) is not str:
             name = self._names.name_of(name, manner.same_main)
         if name is not None and self._custom is None:
-            values, names = call.args, tuple(call.kwargs) if call.kwargs else ()
-            if names:
-                values = (*values, *call.kwargs.values())
+            values, names = call.args, _NO_NAMES
+            if call.kwargs:
+                values, names = (*values, *call.kwargs.values()), tuple(call.kwargs)
             subject = (kind, name, names, call.modes, False)
             if kind != CALL:
                 values = (call.ids, *values)
@@ -149,15 +150,21 @@ class Codec:
             )
         target = call.function if name is None else name
         fields = (target, call.args, call.kwargs, call.modes, call.ids)
-        return self._general(kind, fields, manner, context)
+        try:
+            return self._general(kind, fields, manner, context)
+        except (RecursionError, pickle.PicklingError) as error:
+            if "recursion" not in str(error):
+                raise
+            what = describe(call.function)
+            raise TypeError(f"arguments of {what} nest too deep") from error
 
     def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
         """A result as a parcel, in the context of what it answers."""
         if self._custom is None:
-            spread = type(value) is tuple
-            subject = _SPREAD_RESULT if spread else _RESULT
-            values = value if spread else (value,)
-            parcel = self._short(subject, values, manner, context)
+            if type(value) is tuple:
+                parcel = self._short(_SPREAD_RESULT, value, manner, context)
+            else:
+                parcel = self._short(_RESULT, (value,), manner, context)
             if parcel is not None:
                 return parcel
         return self._general(RESULT, (value,), manner, context)
@@ -200,13 +207,10 @@ class Codec:
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
             subject, values, found = decoder.decode(frame.body, frame.area)
-            recorder = self._recorder if frame.scope else None
-            if found and (recorder is None or not frame.mark):
-                for tensor in found:
-                    tensor.requires_grad_()
-                found = ()
-            if recorder is not None:
-                frame.context = recorder.arrived(frame, sender, found)
+            if frame.scope:
+                frame.context = self._recorder.arrived(frame, sender, found)
+            elif found:
+                require_grad(found)
             return self._from_values(frame.kind, subject, values)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
@@ -218,7 +222,7 @@ class Codec:
         body = memoryview(frame.body)
         arrived, at = tensors.unpack(body, frame.area)
         fields = loader.loads(body[at:], arrived)
-        if frame.scope and self._recorder is not None:
+        if frame.scope:
             noted = [tensor for _, tensor in sorted(cargo.tensors.items())]
             traced = (noted or _recorded(arrived)) if frame.mark else []
             if len(arrived) > 1:
@@ -287,8 +291,6 @@ class Codec:
         if encoded is None:
             return None
         parcel, pick = encoded
-        if len(parcel.body) > self._limits.body or parcel.bulk_length:
-            parcel.check(self._limits)
         if context:
             self._recorder.leaving(context, manner.to, parcel, pick(values))
         return parcel

@@ -25,6 +25,7 @@ _Small = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any]]
 """How to make a small tensor: a function, its arguments, and what puts bytes at an address."""
 
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
+_read_length = LENGTH.unpack_from
 
 
 class Decoder:
@@ -43,41 +44,43 @@ class Decoder:
         Raises:
             ProtocolError: the bytes make no sense.
         """
-        if len(body) < 4:
-            raise ProtocolError("message without a signature")
-        at = 4 + LENGTH.unpack_from(body)[0]
+        try:
+            at = 4 + _read_length(body)[0]
+        except struct.error:
+            raise ProtocolError("message without a signature") from None
         signature = bytes(body[4:at])
         plan = self._known.get(signature) or self._learn(signature, at, len(body))
-        fetched: list[Any] = []
-        data = self._data(plan, body, at + plan.inline, area) if plan.has_more else None
+        if plan.has_more:
+            values = self._fetch(plan, body, at, area)
+            return plan.subject, values, plan.pick(values)
+        made: list[Tensor] = []
         try:
-            if data is None:
-                for (make, sizes, put), raw in zip(
-                    plan.small, plan.cut(body, at), strict=True
-                ):
-                    tensor = make(*sizes)
-                    put(tensor.data_ptr()).raw = raw
-                    fetched.append(tensor)
-            else:
-                for step in plan.steps:
-                    fetched.append(step(body, at, area, data))
+            raws = plan.cut(body, at)
+            for (make, sizes, put), raw in zip(plan.small, raws, strict=True):
+                tensor = make(*sizes)
+                put(tensor.data_ptr()).raw = raw
+                made.append(tensor)
         except struct.error:
             raise _too_short() from None
         except (TypeError, RuntimeError) as error:
-            raise ProtocolError(f"tensor cannot be made here: {error}") from error
-        values = tuple(fetched)
+            raise _too_odd(error) from error
+        values = tuple(made)
         return plan.subject, values, plan.pick(values)
 
-    def _data(
-        self, plan: _Plan, body: bytes | memoryview, start: int, area: Any
-    ) -> list[Any]:
-        """The values that are plain data, when all that is to follow is there."""
+    def _fetch(
+        self, plan: _Plan, body: bytes | memoryview, at: int, area: Any
+    ) -> tuple[Any, ...]:
+        """The values, step by step."""
+        start = at + plan.inline
         if start > len(body) or (plan.bulk and plan.bulk > _room(area)):
             raise _too_short()
         data = self._load(body[start:]) if plan.data else []
         if type(data) is not list or len(data) != plan.data:
             raise ProtocolError("data does not fit its signature")
-        return data
+        try:
+            return tuple([step(body, at, area, data) for step in plan.steps])
+        except (TypeError, RuntimeError) as error:
+            raise _too_odd(error) from error
 
     def _learn(self, signature: bytes, end: int, length: int) -> _Plan:
         if end > length or end > MAX_SIGNATURE + 4:
@@ -184,6 +187,10 @@ class _Plan:
 
 def _too_short() -> ProtocolError:
     return ProtocolError("message is shorter than its signature says")
+
+
+def _too_odd(error: Exception) -> ProtocolError:
+    return ProtocolError(f"tensor cannot be made here: {error}")
 
 
 def _room(area: Any) -> int:

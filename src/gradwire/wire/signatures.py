@@ -15,22 +15,20 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import memory, plain
-from .frames import Parcel, Piece, aligned
+from .frames import Limits, Parcel, Piece, aligned
 from .tensors import DTYPE_CODES, INLINE
 
 Dump = Callable[[Any], bytes]
 
-_STRIDED = torch.strided
-_REAL = frozenset(dtype for dtype in DTYPE_CODES if not dtype.is_complex)
 LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
@@ -49,6 +47,12 @@ Pick = Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
 """Finds the tensors that require grad among the values."""
 
 
+_look_at: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
+    "dtype", "shape", "requires_grad", "layout", "is_cpu", "is_nested"
+)
+"""What tells tensors of one signature from others; all in one step, which takes a third."""
+
+
 @dataclass(slots=True)
 class _Known:
     """A signature's bytes, and how what follows them is made."""
@@ -58,7 +62,7 @@ class _Known:
     """Of what is sent as it is."""
     pick: Pick
     reads: list[Any] | None
-    """What reads what is sent as it is; not needed where there are large tensors."""
+    """What reads that; None: there are large or complex tensors, or too many."""
     offsets: list[int]
     bulk_length: int
 
@@ -78,9 +82,10 @@ class _Known:
 class Encoder:
     """Remembers the signatures sent."""
 
-    def __init__(self, encoding: int, dump: Dump) -> None:
+    def __init__(self, encoding: int, dump: Dump, limits: Limits) -> None:
         self._encoding = encoding
         self._dump = dump
+        self._limits = limits
         self._known: dict[Any, _Known] = {}
 
     def encode(
@@ -89,33 +94,33 @@ class Encoder:
         """The message, and what finds its tensors that require grad.
 
         None: it has to go the general way.
+
+        Raises:
+            ValueError: it is larger than the limits.
         """
         key: list[Any] = [subject]
         places: dict[int, Any] = {}  # by storage, or a number below 0 for bytes
         data: list[Any] = []
-        for value in values:
-            if type(value) is Tensor:
-                dtype = value.dtype
-                is_dense = value.layout is _STRIDED and value.is_contiguous()
-                if not is_dense or not value.is_cpu or value.is_nested:
+        try:
+            for value in values:
+                if type(value) is Tensor:
+                    there = storage = value.data_ptr()
+                    if not there or value.storage_offset() or not value.is_contiguous():
+                        storage = _storage(value, there)
+                    places[storage] = there
+                    key.append(_look_at(value))
+                elif value is None:
+                    key.append(None)
+                elif type(value) is bytes and len(value) in RAW:
+                    key.append(len(value))
+                    places[~len(places)] = value
+                elif type(value) in _BASIC or _is_small(value, _MAX_DEPTH):
+                    key.append(0)
+                    data.append(value)
+                else:
                     return None
-                there = storage = value.data_ptr()
-                if not there or dtype not in _REAL or value.storage_offset():
-                    storage = _storage(value, there)
-                    if storage < 0:
-                        return None
-                places[storage] = there
-                key += (dtype, value.shape, value.requires_grad)
-            elif value is None:
-                key.append(None)
-            elif type(value) is bytes and len(value) in RAW:
-                key.append(len(value))
-                places[~len(places)] = value
-            elif type(value) in _BASIC or _is_small(value, _MAX_DEPTH):
-                key.append(0)
-                data.append(value)
-            else:
-                return None
+        except RuntimeError:  # a tensor without memory of its own, or without a shape
+            return None
         known = self._known.get(tuple(key)) or self._learn(tuple(key), subject, values)
         if known is None or len(places) < known.count:
             return None  # shared storages stay shared the general way
@@ -125,27 +130,37 @@ class Encoder:
         for read, there in zip(known.reads, places.values(), strict=True):
             parts.append(read(there).raw)
         if data:
-            parts.append(self._dump(data))
+            return self._checked(subject, parts, data), known.pick
         return Parcel(subject[0], self._encoding, b"".join(parts)), known.pick
 
     def _mixed(
+        self, subject: Subject, known: _Known, values: tuple[Any, ...], data: list[Any]
+    ) -> tuple[Parcel, Pick] | None:
+        """As `encode`, where not all is small and simple."""
+        if any(type(value) is Tensor and _is_conjugate(value) for value in values):
+            return None
+        parts, large = known.mix(values)
+        parcel = self._checked(subject, parts, data, large, known.bulk_length)
+        return parcel, known.pick
+
+    def _checked(
         self,
         subject: Subject,
-        known: _Known,
-        values: tuple[Any, ...],
+        parts: list[bytes],
         data: list[Any],
-    ) -> tuple[Parcel, Pick]:
-        """As `encode`, where there are large tensors."""
-        parts, large = known.mix(values)
+        large: Sequence[Piece] = (),
+        bulk_length: int = 0,
+    ) -> Parcel:
         if data:
             parts.append(self._dump(data))
         parcel = Parcel(subject[0], self._encoding, b"".join(parts))
-        return parcel.with_bulk(large, known.bulk_length), known.pick
+        parcel.with_bulk(large, bulk_length).check(self._limits)
+        return parcel
 
     def _learn(
         self, key: tuple[Any, ...], subject: Subject, values: tuple[Any, ...]
     ) -> _Known | None:
-        known = _describe(subject, values)
+        known = _describe(subject, values, self._limits)
         if known is not None:
             if len(self._known) > _MAX_REMEMBERED:
                 self._known.clear()
@@ -154,23 +169,31 @@ class Encoder:
 
 
 def _storage(tensor: Tensor, there: int) -> int:
-    """Where the memory of a dense tensor begins; below 0: it is not just its memory.
+    """Where the memory of a tensor begins that may be a part of more.
 
-    `is_conj` and `is_neg` let go of the GIL, which costs more than all the rest where another
-    thread wants it. So they are asked only where they can be true: a tensor is conjugate only if
-    it is complex, and negative only as the imaginary part of such a one, which has a stride of two
-    and begins at an odd offset.
+    Raises:
+        RuntimeError: it is not its memory, in order, and nothing else.
     """
-    dtype, offset = tensor.dtype, tensor.storage_offset()
-    if dtype not in DTYPE_CODES or (dtype not in _REAL and tensor.is_conj()):
-        return -1
+    if not tensor.is_contiguous():
+        raise RuntimeError
+    offset = tensor.storage_offset()
     if offset and tensor.numel() <= 1 and tensor.is_neg():
-        return -1
+        raise RuntimeError
     if there and not offset:
         return there
     storage = tensor.untyped_storage().data_ptr()
-    is_freed = not storage and tensor.numel()  # the general way says so
-    return -1 if is_freed else storage
+    if not storage and tensor.numel():  # freed: the general way says so
+        raise RuntimeError
+    return storage
+
+
+def _is_conjugate(tensor: Tensor) -> bool:
+    """Asked only of complex ones, for `is_conj` lets go of the GIL, as `is_neg` does.
+
+    That costs more than all the rest where another thread wants it. Negative can only be what is
+    the imaginary part of a complex one: it has a stride of two and begins at an odd offset.
+    """
+    return tensor.is_complex() and tensor.is_conj()
 
 
 def _is_small(value: Any, depth: int) -> bool:
@@ -189,38 +212,50 @@ def _is_small(value: Any, depth: int) -> bool:
     return all(x is None or type(x) in _BASIC or _is_small(x, depth - 1) for x in items)
 
 
-def _describe(subject: Subject, values: tuple[Any, ...]) -> _Known | None:
+def _describe(
+    subject: Subject, values: tuple[Any, ...], limits: Limits
+) -> _Known | None:
     specs: list[Any] = []
     reads: list[Any] = []
-    offsets = []
-    bulk = 0
+    offsets: list[int] = []
+    bulk = length = 0  # of large tensors, and of what is sent as it is
+    is_real = True
     for value in values:
         if type(value) is bytes and len(value) in RAW:
-            reads.append(memory.arrays[len(value)].from_buffer_copy)
             specs.append(len(value))
-            continue
-        if type(value) is not Tensor:
+            reads.append(memory.arrays[len(value)].from_buffer_copy)
+            length += len(value)
+        elif type(value) is not Tensor:
             specs.append(None if value is None else 0)
-            continue
-        spec = (DTYPE_CODES[value.dtype], tuple(value.shape), value.requires_grad)
-        if value.nbytes > INLINE:
-            offsets.append(bulk)
-            specs.append((*spec, bulk))
-            bulk = aligned(bulk + value.nbytes)
+        elif not _is_usual(value):
+            return None
         else:
-            reads.append(memory.arrays[value.nbytes].from_address)
-            specs.append((*spec, -1))
+            spec = (DTYPE_CODES[value.dtype], tuple(value.shape), value.requires_grad)
+            is_large = value.nbytes > INLINE
+            specs.append((*spec, bulk if is_large else -1))
+            if is_large:
+                offsets.append(bulk)
+                bulk = aligned(bulk + value.nbytes)
+            else:
+                reads.append(memory.arrays[value.nbytes].from_address)
+                length += value.nbytes
+            is_real = is_real and not value.is_complex()
     signature = plain.dumps((subject, tuple(specs)), [])
     if len(signature) > MAX_SIGNATURE:
         return None
+    prefix = LENGTH.pack(len(signature)) + signature
+    is_simple = is_real and not offsets and len(prefix) + length <= limits.body
     traced = [n for n, spec in enumerate(specs) if type(spec) is tuple and spec[2]]
-    return _Known(
-        LENGTH.pack(len(signature)) + signature,
-        count=len(reads) + len(offsets),
-        pick=picker(traced, len(specs)),
-        reads=None if offsets else reads,
-        offsets=offsets,
-        bulk_length=bulk,
+    count, pick = len(reads) + len(offsets), picker(traced, len(specs))
+    return _Known(prefix, count, pick, reads if is_simple else None, offsets, bulk)
+
+
+def _is_usual(tensor: Tensor) -> bool:
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_cpu
+        and not tensor.is_nested
+        and tensor.dtype in DTYPE_CODES
     )
 
 
