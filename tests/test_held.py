@@ -60,7 +60,7 @@ def test_requests_go_out_at_once_until_they_would_have_been_taken_back(
     held.hold(request(1))
     held.hold(request(2))
     assert box.sent == [1, 2]
-    assert not held
+    assert not held.requests
 
 
 def test_a_request_that_is_held_back_can_be_taken_once(executor: Executor) -> None:

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_anomaly_enabled, is_grad_enabled
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
 
@@ -114,7 +114,7 @@ class Send:
             if not tensor.is_leaf:
                 break
         else:
-            if not torch.is_anomaly_enabled():  # it notes where nodes are made
+            if not is_anomaly_enabled():  # it notes where nodes are made
                 self.leaves = tensors
                 return
         self._output = _made(_apply_send, crossing, *tensors)
@@ -160,7 +160,7 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         _apply_recv(_TOKEN, crossing, tuple(tensors))
     else:
         _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
@@ -169,7 +169,7 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
 
 def _made(apply: Any, *inputs: Any) -> Any:
     """What a function of ours gives, with a node for it."""
-    if torch.is_grad_enabled():
+    if is_grad_enabled():
         return apply(*inputs)
     with torch.enable_grad():
         return apply(*inputs)

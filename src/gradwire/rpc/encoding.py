@@ -22,9 +22,14 @@ def prepare(
     """
     if not callable(func):
         raise TypeError(f"{func!r} cannot be called: give a function")
-    if args is not None and not isinstance(args, (tuple, list)):
-        raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
-    if kwargs is not None and not isinstance(kwargs, dict):
+    if type(args) is not tuple:
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
+        args = tuple(args or ())
+    if kwargs is None:
+        kwargs = {}
+    elif isinstance(kwargs, dict):
+        kwargs = dict(kwargs)
+    else:
         raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
-    named = dict(kwargs) if kwargs else {}
-    return kind(func, tuple(args or ()), named, modes.capture(), ids)
+    return kind(func, args, kwargs, modes.capture(), ids)

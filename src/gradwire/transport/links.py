@@ -102,7 +102,10 @@ class OutgoingLink:
         Raises:
             WorkerLostError, TimeoutError
         """
-        lane = self._take_lane(deadline)
+        try:
+            lane = self._free.pop()
+        except IndexError:
+            lane = self._open_lane(deadline)
         alone = len(self._lanes) - len(self._free) == 1
         try:
             frame = lane.exchange(parcel, deadline, alone, is_over)
@@ -166,11 +169,7 @@ class OutgoingLink:
             self._side.close()
         self._on_ended(self, reason)
 
-    def _take_lane(self, deadline: float | None) -> CallerLane:
-        try:
-            return self._free.pop()
-        except IndexError:
-            pass
+    def _open_lane(self, deadline: float | None) -> CallerLane:
         sock = self._dialer.open(Purpose.LANE, deadline)
         lane = CallerLane(self._station, self._stream(sock), self.peer)
         with self._lock:

@@ -22,12 +22,11 @@ ANSWERS = (RESULT, FAILURE)
 class Question:
     """What a thread has asked by a lane, and waits for."""
 
-    __slots__ = ("_bells", "answer", "jobs", "number")
+    number = 0  # none: it is not sent
+    answer: Frame | None = None
+    jobs = 0  # requests that came while it read, and are being run
 
     def __init__(self) -> None:
-        self.number = 0  # none: it is not sent
-        self.answer: Frame | None = None
-        self.jobs = 0  # requests that came while it read, and are being run
         # Most questions need none. Who rings or waits first makes one, in a single step,
         # so that both have the same, and what is rung before anybody waits is not lost.
         self._bells: dict[str, Bell] = {}

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import ProtocolError
 from ..wire import memory
-from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
+from ..wire.frames import HEADER, VERSION, Frame, Header, Limits, Parcel, refusal
 from ..wire.messages import GOODBYE, NOTES
 from .base import NAP, Traffic
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
@@ -30,6 +30,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
+_HEADER: int = HEADER.size
 _PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
 
 
@@ -82,7 +83,7 @@ class StreamReader:
             data = self._rest + data
             self._rest = b""
         at = 0
-        while len(data) - at >= HEADER.size:
+        while len(data) - at >= _HEADER:
             used = self._take(data, at)
             if not used:
                 break
@@ -93,9 +94,12 @@ class StreamReader:
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
-        header = parse_header(data, self._limits, at)
-        _, kind, encoding, length, call, scope, mark, bulk, segment, over = header
-        start = at + HEADER.size
+        limits = self._limits
+        header: Header = HEADER.unpack_from(data, at)
+        version, kind, encoding, length, call, scope, mark, bulk, segment, over = header
+        if version != VERSION or length > limits.body or bulk > limits.bulk:
+            raise refusal(header, limits)
+        start = at + _HEADER
         end = start + length
         if end <= len(data) and not (bulk or segment or kind in NOTES):  # as most are
             frame = Frame(kind, encoding, call, data[start:end])
@@ -109,7 +113,7 @@ class StreamReader:
             return end - at
         if not in_stream and length <= _CHUNK:
             return 0
-        return HEADER.size + self._begin_long(header, memoryview(data)[start:])
+        return _HEADER + self._begin_long(header, memoryview(data)[start:])
 
     def _begin_long(self, header: Header, data: memoryview) -> int:
         """Have the rest of this frame received straight to where it belongs."""
@@ -150,7 +154,8 @@ class StreamReader:
                 raise ProtocolError("frame in shared memory, but none is shared")
             area = self.segments.area(segment, bulk)
             self._traffic.received += bulk
-        frame = Frame(kind, encoding, call, body, area)
+        frame = Frame(kind, encoding, call, body)
+        frame.area = area
         frame.scope, frame.mark, frame.over = scope, mark, over
         self.frames.append(frame)
 

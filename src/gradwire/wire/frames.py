@@ -126,12 +126,12 @@ class Parcel:
 
     def arrive(self, call: int) -> Frame:
         """The frame that the other side would get, with its own copy of the bytes."""
-        area = None
+        frame = Frame(self.kind, self.encoding, call, self.body)
         if self.bulk_length:
-            area = (ctypes.c_char * self.bulk_length)()
-            fill(area, 0, self.bulk)
-        frame = Frame(self.kind, self.encoding, call, self.body, area)
-        frame.scope, frame.mark, frame.over = self.scope, self.mark, self.over
+            frame.area = (ctypes.c_char * self.bulk_length)()
+            fill(frame.area, 0, self.bulk)
+        if self.scope or self.over:
+            frame.scope, frame.mark, frame.over = self.scope, self.mark, self.over
         return frame
 
 
@@ -145,22 +145,15 @@ class Frame:
     """What must have come to its end before the message may be used; known when it is opened."""
     context: Any = None
     """What an upper layer knows of the scope (`cargo.Recorder`); known when it is opened."""
+    area: Any = None  # a writable buffer that lives as long as the tensors made of it
 
     def __init__(
-        self,
-        kind: int,
-        encoding: int,
-        call: int,
-        body: bytes | memoryview,
-        area: Any = None,
+        self, kind: int, encoding: int, call: int, body: bytes | memoryview
     ) -> None:
         self.kind = kind
         self.encoding = encoding
         self.call = call
         self.body = body
-        self.area = (
-            area  # a writable buffer that lives as long as the tensors made of it
-        )
 
     def __repr__(self) -> str:
         return f"<Frame of kind {self.kind}, call {self.call}: {len(self.body)} bytes>"
@@ -185,13 +178,19 @@ def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Heade
     """
     header: Header = HEADER.unpack_from(data, at)
     version, _, _, body, _, _, _, bulk, _, _ = header
-    if version != VERSION:
-        raise ProtocolError(f"frame of version {version}, this is version {VERSION}")
-    if body > limits.body:
-        raise ProtocolError(f"body of {body} bytes, the limit is {limits.body}")
-    if bulk > limits.bulk:
-        raise ProtocolError(f"bulk of {bulk} bytes, the limit is {limits.bulk}")
+    if version != VERSION or body > limits.body or bulk > limits.bulk:
+        raise refusal(header, limits)
     return header
+
+
+def refusal(header: Header, limits: Limits) -> ProtocolError:
+    """Why a header is not accepted."""
+    version, _, _, body, _, _, _, bulk, _, _ = header
+    if version != VERSION:
+        return ProtocolError(f"frame of version {version}, this is version {VERSION}")
+    if body > limits.body:
+        return ProtocolError(f"body of {body} bytes, the limit is {limits.body}")
+    return ProtocolError(f"bulk of {bulk} bytes, the limit is {limits.bulk}")
 
 
 def aligned(offset: int) -> int:

@@ -50,8 +50,10 @@ class Decoder:
             raise ProtocolError("message without a signature") from None
         signature = bytes(body[4:at])
         plan = self._known.get(signature) or self._learn(signature, at, len(body))
-        if plan.has_more:
-            values = self._fetch(plan, body, at, area)
+        if not plan.is_small:
+            values = plan.fixed
+            if values is None:
+                values = self._fetch(plan, body, at, area)
             return plan.subject, values, plan.pick(values)
         made: list[Tensor] = []
         try:
@@ -124,8 +126,9 @@ class _Plan:
         "bulk",
         "cut",
         "data",
-        "has_more",
+        "fixed",
         "inline",
+        "is_small",
         "pick",
         "small",
         "steps",
@@ -154,7 +157,11 @@ class _Plan:
                 self.steps.append(_fetch_data(self.data))
                 self.data += 1
         self.pick = picker(self._traced, len(specs))
-        self.has_more = len(self.small) < len(specs)
+        self.is_small = 0 < len(specs) == len(self.small)
+        """Whether all values are small tensors."""
+        are_none = all(spec is None for spec in specs)
+        self.fixed: tuple[Any, ...] | None = (None,) * len(specs) if are_none else None
+        """The values, if there are none in fact."""
         self.cut = struct.Struct(self._lengths).unpack_from
         """Takes their bytes apart."""
 

@@ -127,8 +127,9 @@ class Encoder:
         if known.reads is None:
             return self._mixed(subject, known, values, data)
         parts = [known.prefix]
-        for read, there in zip(known.reads, places.values(), strict=True):
-            parts.append(read(there).raw)
+        if places:
+            for read, there in zip(known.reads, places.values(), strict=True):
+                parts.append(read(there).raw)
         if data:
             return self._checked(subject, parts, data), known.pick
         return Parcel(subject[0], self._encoding, b"".join(parts)), known.pick
