@@ -72,8 +72,8 @@ class Session:
         self._autograd = autograd
 
     def __enter__(self) -> int:
-        self._number = self._autograd.contexts.new().id
-        return self._number
+        number = self._number = self._autograd.contexts.new().id
+        return number
 
     def __exit__(self, *error: object) -> None:
         self._autograd.release(self._number)
@@ -127,7 +127,7 @@ class Autograd:
         for part in context.clear():
             part.released()
         for worker in tuple(context.known):
-            if worker not in (self.me, told_by):
+            if worker != told_by and worker != self.me:
                 self.releases.add(worker, context_id)
 
     def get_gradients(self, context_id: int) -> dict[Tensor, Tensor]:

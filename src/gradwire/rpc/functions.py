@@ -7,9 +7,7 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MARK = (
-    "_wrapped_async_rpc_function"  # the attribute torch uses: its functions work too
-)
+MARK = "_wrapped_async_rpc_function"  # the attribute torch uses: its functions work too
 
 
 def async_execution(func: F) -> F:
@@ -25,9 +23,9 @@ def async_execution(func: F) -> F:
     """
 
     inner = func.__func__ if isinstance(func, (staticmethod, classmethod)) else func
-    setattr(inner, _MARK, inner)
+    setattr(inner, MARK, inner)
     return func
 
 
 def is_async_execution(func: Any) -> bool:
-    return hasattr(func, _MARK)
+    return hasattr(func, MARK)

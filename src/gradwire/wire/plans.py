@@ -33,7 +33,7 @@ class Decoder:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._known: dict[bytes, _Plan] = {}
+        self._known: dict[bytes | memoryview, _Plan] = {}
         self._learned = 0
 
     def decode(
@@ -46,10 +46,12 @@ class Decoder:
         """
         try:
             at = 4 + _read_length(body)[0]
+            plan = self._known[body[4:at]]
         except struct.error:
             raise ProtocolError("message without a signature") from None
-        signature = bytes(body[4:at])
-        plan = self._known.get(signature) or self._learn(signature, at, len(body))
+        except (KeyError, ValueError):  # new, or in memory that cannot be hashed
+            signature = bytes(body[4:at])
+            plan = self._known.get(signature) or self._learn(signature, at, len(body))
         if not plan.is_small:
             values = plan.fixed
             if values is None:
