@@ -206,12 +206,15 @@ class Codec:
         """
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            subject, values, found = decoder.decode(frame.body, frame.area)
+            plan, values = decoder.decode(frame.body, frame.area)
+            found = plan.pick(values)
             if frame.scope:
                 frame.context = self._recorder.arrived(frame, sender, found)
             elif found:
                 require_grad(found)
-            return self._from_values(frame.kind, subject, values)
+            if plan.make is not None and plan.kind == frame.kind:
+                return plan.make(values)
+            return self._from_values(frame.kind, plan.subject, values)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
             raise self._refusal(frame.encoding)
@@ -240,13 +243,9 @@ class Codec:
         return ProtocolError(f"unknown encoding {encoding}")
 
     def _from_values(self, kind: int, subject: Subject, values: tuple[Any, ...]) -> Any:
-        of, name, keywords, modes, spread = subject
+        of, name, keywords, modes, _ = subject
         if of != kind and not self._extends(kind, of):
             raise ProtocolError(f"message {kind} with a signature of {of}")
-        if kind == RESULT and (spread or len(values) == 1):
-            return Result(values if spread else values[0])
-        if kind == CALL and name is not None and not keywords:
-            return Call(name, values, {}, modes)
         if name is None:
             last = self._spread.get(kind)
             if last is None or len(values) < last:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import ProtocolError
 from . import memory, plain
+from .messages import CALL, RESULT, Call, Result
 from .signatures import LENGTH, MAX_SIGNATURE, RAW, Subject, picker
 from .tensors import DTYPES, INLINE
 
@@ -33,13 +34,13 @@ class Decoder:
 
     def __init__(self, load: Load) -> None:
         self._load = load
-        self._known: dict[bytes | memoryview, _Plan] = {}
+        self._known: dict[bytes | memoryview, Plan] = {}
         self._learned = 0
 
     def decode(
         self, body: bytes | memoryview, area: Any
-    ) -> tuple[Subject, tuple[Any, ...], tuple[Tensor, ...]]:
-        """What the message is about, its values, and those of them that are to require grad.
+    ) -> tuple[Plan, tuple[Any, ...]]:
+        """What is known of such messages, and the values of this one.
 
         Raises:
             ProtocolError: the bytes make no sense.
@@ -56,7 +57,7 @@ class Decoder:
             values = plan.fixed
             if values is None:
                 values = self._fetch(plan, body, at, area)
-            return plan.subject, values, plan.pick(values)
+            return plan, values
         made: list[Tensor] = []
         try:
             raws = plan.cut(body, at)
@@ -68,11 +69,10 @@ class Decoder:
             raise _too_short() from None
         except (TypeError, RuntimeError) as error:
             raise _too_odd(error) from error
-        values = tuple(made)
-        return plan.subject, values, plan.pick(values)
+        return plan, tuple(made)
 
     def _fetch(
-        self, plan: _Plan, body: bytes | memoryview, at: int, area: Any
+        self, plan: Plan, body: bytes | memoryview, at: int, area: Any
     ) -> tuple[Any, ...]:
         """The values, step by step."""
         start = at + plan.inline
@@ -86,7 +86,7 @@ class Decoder:
         except (TypeError, RuntimeError) as error:
             raise _too_odd(error) from error
 
-    def _learn(self, signature: bytes, end: int, length: int) -> _Plan:
+    def _learn(self, signature: bytes, end: int, length: int) -> Plan:
         if end > length or end > MAX_SIGNATURE + 4:
             raise ProtocolError(f"signature of {end - 4} bytes")
         try:
@@ -101,7 +101,7 @@ class Decoder:
         return plan
 
 
-def _parse(signature: Any) -> _Plan:
+def _parse(signature: Any) -> Plan:
     # Unpacked only if it is a tuple: a tensor in its place could have any number of items.
     if type(signature) is not tuple or any(type(x) is not tuple for x in signature):
         raise TypeError("not two tuples")
@@ -116,10 +116,10 @@ def _parse(signature: Any) -> _Plan:
         and type(spread) is bool
     ):
         raise TypeError("subject with fields of wrong types")
-    return _Plan(subject, specs)
+    return Plan(subject, specs)
 
 
-class _Plan:
+class Plan:
     """How to fetch the values that follow a signature."""
 
     __slots__ = (
@@ -131,6 +131,8 @@ class _Plan:
         "fixed",
         "inline",
         "is_small",
+        "kind",
+        "make",
         "pick",
         "small",
         "steps",
@@ -139,6 +141,7 @@ class _Plan:
 
     def __init__(self, subject: Subject, specs: tuple[Any, ...]) -> None:
         self.subject = subject
+        self.kind = subject[0]
         self.steps: list[Step] = []
         self.small: list[_Small] = []
         """How to make them, if all are small tensors."""
@@ -158,6 +161,8 @@ class _Plan:
             else:
                 self.steps.append(_fetch_data(self.data))
                 self.data += 1
+        self.make = _maker(subject, len(specs))
+        """Makes the message of the values, for the most common ones."""
         self.pick = picker(self._traced, len(specs))
         self.is_small = 0 < len(specs) == len(self.small)
         """Whether all values are small tensors."""
@@ -192,6 +197,17 @@ class _Plan:
                 raise ProtocolError(f"tensor of {dtype} that requires grad")
             self._traced.append(len(self.steps))
         return step
+
+
+def _maker(subject: Subject, count: int) -> Callable[[tuple[Any, ...]], Any] | None:
+    kind, name, keywords, modes, spread = subject
+    if kind == RESULT and spread:
+        return Result
+    if kind == RESULT and count == 1:
+        return lambda values: Result(values[0])
+    if kind == CALL and name is not None and not keywords:
+        return lambda values: Call(name, values, {}, modes)
+    return None
 
 
 def _too_short() -> ProtocolError:
