@@ -829,7 +829,7 @@ def test_without_a_worker_there_are_no_references(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(api, "_process", None)
-    monkeypatch.setattr(api, "_thread", threading.local())
+    monkeypatch.setattr(api, "_thread", api._Thread())
     with pytest.raises(gw.ClosedError, match="call init_rpc first"):
         gw.RRef(1)
     with pytest.raises(gw.ClosedError, match="call init_rpc first"):

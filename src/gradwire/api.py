@@ -340,7 +340,7 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
 
 def enter(worker: Worker | None) -> Worker | None:
     """Make a worker current in this thread; returns the one before. For worlds in one process."""
-    before: Worker | None = _thread.worker
+    before = _thread.worker
     _thread.worker = worker
     return before
 

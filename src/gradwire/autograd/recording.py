@@ -39,7 +39,7 @@ class Recording:
         if tensors and is_grad_enabled() and not context.is_released:
             parcel.mark = mark = self._number()
             context.add_send(mark, to, tensors)
-            parcel.afterwards = (partial(_look_at_graph, context),)
+            parcel.afterwards = (partial(look_at_graph, context),)
         # Whoever is known by now will be told of its end. Others must not hear of it any more.
         if context.is_released:
             parcel.mark = 0
@@ -61,7 +61,7 @@ class Recording:
         return context
 
 
-def _look_at_graph(context: Context) -> None:
+def look_at_graph(context: Context) -> None:
     """A message has left: look at the graph, while others work."""
     with context.lock:
         strands_of(context)
