@@ -14,7 +14,7 @@ from gradwire.threads import Bell, Executor
 from gradwire.transport.base import Card
 from gradwire.wire.frames import Parcel
 from gradwire.worker import Worker
-from sockets_world import close_world, open_world
+from sockets_world import close_world, open_world, wait_until
 
 LIMIT = 5.0
 CONVINCED = 3
@@ -147,7 +147,7 @@ def test_values_are_right_whether_or_not_they_travel_with_their_call(
     for number in range(10):
         rref = add(workers[0], number)
         assert rref.to_here().tolist() == [number + 1] * 2
-        assert rref.confirmed_by_owner()
+        wait_until(rref.confirmed_by_owner)  # its answer may come after the value
     apart = [add(workers[0], number) for number in range(5)]
     assert [rref.to_here().tolist() for rref in apart] == [
         [n + 1] * 2 for n in range(5)
