@@ -147,6 +147,17 @@ def test_a_long_signature_goes_the_general_way(manner: Manner) -> None:
         assert torch.cat(received(parcel, manner).value).tolist() == list(range(500))
 
 
+@pytest.mark.parametrize("value", [None, A, 5, (A, None)])
+def test_a_known_signature_that_is_cut_off_is_refused(value: Any) -> None:
+    codec = Codec(LIMITS)
+    frame = codec.result(value, PICKLE).arrive(1)
+    codec.open(frame)
+    length = int.from_bytes(frame.body[:4], "little")
+    frame.body = (length + 1).to_bytes(4, "little") + frame.body[4 : 4 + length]
+    with pytest.raises(ProtocolError):
+        codec.open(frame)
+
+
 def test_the_signatures_remembered_are_bounded() -> None:
     encoder = Encoder(PLAIN_SHORT, dump_plain, LIMITS)
     decoder = Decoder(load_plain)

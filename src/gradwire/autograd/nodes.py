@@ -163,7 +163,8 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
     if is_grad_enabled():
         _apply_recv(_TOKEN, crossing, tuple(tensors))
     else:
-        _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
+        with torch.enable_grad():
+            _apply_recv(_TOKEN, crossing, tuple(tensors))
     return tensors[0].grad_fn
 
 

@@ -55,7 +55,7 @@ class Decoder:
             plan = self._known.get(signature) or self._learn(signature, at, len(body))
         if not plan.is_small:
             values = plan.fixed
-            if values is None:
+            if values is None or at > len(body):
                 values = self._fetch(plan, body, at, area)
             return plan, values
         made: list[Tensor] = []
