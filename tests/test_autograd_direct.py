@@ -20,6 +20,7 @@ from autograd_world import (
 from gradwire.autograd import messages
 from gradwire.autograd.messages import Abort, Direct, Step
 from gradwire.errors import GradwireError, ProtocolError
+from gradwire.wire.packets import Packet
 
 close = torch.testing.assert_close
 
@@ -327,38 +328,45 @@ def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:
 # Messages
 
 
-def test_one_gradient_of_several_tensors_is_sent_once_and_arrives_for_each() -> None:
+def test_a_message_says_which_gradients_are_for_which_send() -> None:
     gradient, other = torch.ones(3), torch.zeros(2)
     trip = messages.Trip(1, 2, 0, 2, 3)
     said = messages.direct(trip, [(5, [gradient, None, gradient]), (6, [other])])
-    assert len(said.gradients) == 2
     heard, arrived = messages.read_direct(said)
     assert heard == trip._replace(depth=4)
     (first, (a, none, b)), (second, (c,)) = arrived
     assert (first, second, none) == (5, 6, None)
-    assert a is not b
     close([a, b, c], [gradient, gradient, other])
 
 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda facts, gradients: (facts[:-8], gradients),
-        lambda facts, gradients: (facts[:16], gradients),
-        lambda facts, gradients: (facts + b"x", gradients),
-        lambda facts, gradients: (facts, gradients[:-1]),
-        lambda facts, gradients: (7, gradients),
+        lambda numbers, tensors: (numbers[:-1], tensors),
+        lambda numbers, tensors: (numbers[:1], tensors),
+        lambda numbers, tensors: ((), tensors),
+        lambda numbers, tensors: ((*numbers, 1), tensors),
+        lambda numbers, tensors: ((*numbers, 6, 1), tensors),
+        lambda numbers, tensors: ((*numbers, 6, 0), tensors),
+        lambda numbers, tensors: ((*numbers[:-1], -1), tensors),
+        lambda numbers, tensors: (numbers, tensors[:-1]),
+        lambda numbers, tensors: (numbers, (*tensors, None)),
     ],
-    ids=["cut", "short", "odd", "lacking", "no bytes"],
+    ids="cut short empty odd void none negative lacking surplus".split(),
 )
 def test_messages_that_make_no_sense_are_refused(change: Any) -> None:
     said = messages.direct(messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])])
     with pytest.raises(ProtocolError):
-        messages.read_direct(Direct(*change(said.facts, said.gradients)))
+        messages.read_direct(Direct(*change(*said)))
     answer = messages.pack_followed([(5, [torch.ones(3)])], {1, 2})
-    facts, gradients = change(answer[0], answer[1:])
-    with pytest.raises((ProtocolError, TypeError)):
-        messages.unpack_followed((facts, *gradients) if facts != 7 else facts)
+    with pytest.raises(ProtocolError):
+        messages.unpack_followed(Packet(*change(*answer)))
+
+
+@pytest.mark.parametrize("answer", [7, "x", (), ((1,), 2), ((1.5,), ()), (1, "x")])
+def test_answers_that_are_none_are_refused(answer: Any) -> None:
+    with pytest.raises(ProtocolError, match="makes no sense"):
+        messages.unpack_followed(answer)
 
 
 def test_an_answer_says_who_has_parked_something() -> None:

@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from ..errors import ProtocolError
 from .contexts import Context, Numbers
 from .messages import CREATE, Delivery
 from .nodes import Crossing, Gradients
-
-_SMALL = 4096  # elements
 
 
 def make(
@@ -38,25 +35,14 @@ def make(
 
 
 def bare(gradients: Gradients) -> Gradients | None:
-    """Gradients as they are sent; None: there are none."""
-    found: list[Tensor | None] = []
+    """Gradients without history; None: there are none."""
     is_any = False
     for gradient in gradients:
-        if gradient is None:
-            found.append(None)
-        else:
-            found.append(_compact(gradient))
+        if gradient is not None:
             is_any = True
-    return tuple(found) if is_any else None
-
-
-def _compact(gradient: Tensor) -> Tensor:
-    """Without history; small ones in order, such as the expanded one of a sum: that is faster."""
-    if gradient.requires_grad:
-        gradient = gradient.detach()
-    if gradient.layout is torch.strided and gradient.numel() <= _SMALL:
-        return gradient.contiguous()
-    return gradient
+            if gradient.requires_grad:
+                return tuple([None if g is None else g.detach() for g in gradients])
+    return gradients if is_any else None
 
 
 def take(context: Context, sender: int, delivery: Delivery) -> Gradients:

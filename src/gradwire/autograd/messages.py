@@ -1,19 +1,18 @@
 """What workers say to each other about contexts and passes.
 
-A message of a pass is numbers and tensors. The numbers travel as one string of bytes, the tensors
-each by itself behind it, and none is missing: so both the short encoding and the one that accepts
-no pickles can carry it, quickly.
+A message of a pass is numbers and tensors, and so are most answers to it: they travel as packets
+(`wire/packets.py`). A gradient that is missing is None among the tensors.
 """
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
+from ..wire.packets import Packet, apart, is_packet
 from .passes import Words
 
 STEP, ABORT, RELEASE, OVER, DIRECT, CLAIM = 48, 49, 50, 51, 52, 53
@@ -34,23 +33,22 @@ Followed = tuple[Sequence[Plain], Sequence[int]]
 """The answer in a direct pass: all is done; gradients for the asker; who has parked some."""
 
 
-@dataclass(slots=True)
-class Step:
+class Step(Packet):
     """A worker → another, in a pass: here are gradients for your sends, others will get none.
 
-    `facts`: the pass, what is said (`Words`), and what the gradients are for.
+    The numbers: the pass, what is said (`Words`), and what the gradients are for.
     """
 
-    facts: bytes
-    gradients: tuple[Any, ...]
+    __slots__ = ()
 
 
-@dataclass(slots=True)
-class Direct:
-    """A worker → another, in a direct pass: here are gradients for your sends."""
+class Direct(Packet):
+    """A worker → another, in a direct pass: here are gradients for your sends.
 
-    facts: bytes
-    gradients: tuple[Any, ...]
+    The numbers: those of the trip, and what the gradients are for.
+    """
+
+    __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,13 +140,14 @@ _DONE = Done()
 _NOTHING: Followed = (), ()
 _NOTED, _ENGAGED = Noted(), Noted(is_engaged=True)
 _SHORT = {0: _NOTED, 1: _ENGAGED}
+_TRIP = len(Trip._fields)
+_FAILED = 1 + len(Failed._fields)
 
 
 def step(about: About, words: Words, deliveries: Sequence[Delivery]) -> Step:
     facts = [*about]
     _put_words(facts, words)
-    gradients = _put_deliveries(facts, deliveries)
-    return Step(array("q", facts).tobytes(), gradients)
+    return Step(facts, _put_deliveries(facts, deliveries))
 
 
 def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
@@ -157,39 +156,37 @@ def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
     Raises:
         ProtocolError: it makes no sense, or a gradient is missing.
     """
-    with _Reading(step.facts) as facts:
+    with _Reading(step.numbers) as facts:
         about = About(next(facts), next(facts), next(facts))
         words = _take_words(facts)
-        return about, words, _take_deliveries(facts, step.gradients)
+        return about, words, _take_deliveries(facts, step.tensors)
 
 
 def direct(trip: Trip, deliveries: Sequence[Plain]) -> Direct:
     """What goes on from whoever got, or made, this trip."""
-    facts = [*trip]
-    facts[-1] += 1
-    return Direct(*_put_plain(facts, deliveries))
+    context, number, flags, since, depth = trip
+    facts = [context, number, flags, since, depth + 1]
+    return Direct(facts, _put_plain(facts, deliveries))
 
 
-def read_direct(direct: Direct) -> tuple[Trip, list[Plain]]:
+def read_direct(direct: Direct) -> tuple[Trip, Sequence[Plain]]:
     """What a direct message says.
 
     Raises:
         ProtocolError: it makes no sense, or a gradient is missing.
     """
-    try:
-        facts = array("q", direct.facts)
-        return Trip(*facts[:5]), _take_plain(facts, 5, direct.gradients)
-    except (TypeError, ValueError, IndexError) as error:
-        raise ProtocolError(f"a message of a pass makes no sense: {error}") from None
+    facts, gradients = direct
+    if len(facts) < _TRIP:
+        raise ProtocolError("a message of a pass ends too early")
+    return Trip(*facts[:_TRIP]), _take_plain(facts, _TRIP, gradients)
 
 
-def pack_followed(deliveries: Sequence[Plain], parked: Iterable[int]) -> Any:
+def pack_followed(deliveries: Sequence[Plain], parked: Collection[int]) -> Any:
     """An answer to a direct message, as it is sent."""
     if not deliveries and not parked:
         return None
-    workers = sorted(parked)
-    facts, gradients = _put_plain([len(workers), *workers], deliveries)
-    return (facts, *gradients)
+    facts = [len(parked), *parked]
+    return Packet(facts, _put_plain(facts, deliveries))
 
 
 def unpack_followed(answer: Any) -> Followed | Failed:
@@ -200,61 +197,40 @@ def unpack_followed(answer: Any) -> Followed | Failed:
     """
     if answer is None:
         return _NOTHING
-    _check_packed(answer)
-    if type(answer[0]) is int:
-        return Failed(*answer[1:])
-    try:
-        facts = array("q", answer[0])
-        end = facts[0] + 1
-        if not 0 < end <= len(facts):
-            raise IndexError(f"{end - 1} workers")
-        return _take_plain(facts, end, answer[1:]), facts[1:end]
-    except (TypeError, ValueError, IndexError) as error:
-        raise ProtocolError(f"an answer of a pass makes no sense: {error}") from None
+    if type(answer) is not Packet:
+        answer = _packet_or_failed(answer)
+        if type(answer) is Failed:
+            return answer
+    facts, gradients = answer
+    end = facts[0] + 1 if facts else 0
+    if not 0 < end <= len(facts):
+        raise ProtocolError("an answer of a pass ends too early")
+    return _take_plain(facts, end, gradients), facts[1:end]
 
 
-def _put_plain(
-    facts: list[int], deliveries: Sequence[Plain]
-) -> tuple[bytes, tuple[Any, ...]]:
-    """A delivery: the send; how many tensors; for each which of the gradients, or -1 for none.
-
-    One gradient may be that of several tensors, as those of a sum are.
-    """
+def _put_plain(facts: list[int], deliveries: Sequence[Plain]) -> list[Any]:
+    """A delivery: the send, how many tensors. The gradients of all."""
     flat: list[Any] = []
-    places: dict[int, int] = {}
     for number, gradients in deliveries:
         facts += (number, len(gradients))
-        for gradient in gradients:
-            if gradient is None:
-                facts.append(-1)
-                continue
-            place = places.get(id(gradient))
-            if place is None:
-                place = places[id(gradient)] = len(flat)
-                flat.append(gradient)
-            facts.append(place)
-    return array("q", facts).tobytes(), tuple(flat)
+        flat += gradients
+    return flat
 
 
-def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> list[Plain]:
-    """Each tensor gets a gradient of its own."""
+def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> Sequence[Plain]:
+    count = len(facts)
+    if count == at + 2 and facts[-1] == len(flat) > 0:  # as most are
+        return ((facts[at], flat),)
     deliveries: list[Plain] = []
-    taken: set[int] = set()
-    while at < len(facts):
-        number, end = facts[at], at + 2 + facts[at + 1]
-        found: list[Any] = []
-        for place in facts[at + 2 : end]:
-            if place == -1:
-                found.append(None)
-            elif place in taken:
-                found.append(flat[place].clone())
-            elif 0 <= place < len(flat):
-                found.append(flat[place])
-                taken.add(place)
-        if not found or at + 2 + len(found) != end:
-            raise ProtocolError(f"send {number} lacks gradients that are not void")
-        deliveries.append((number, found))
-        at = end
+    begin = 0
+    while at + 1 < count:
+        end = begin + facts[at + 1]
+        if not begin < end <= len(flat):
+            raise ProtocolError(f"send {facts[at]} lacks gradients that are not void")
+        deliveries.append((facts[at], flat[begin:end]))
+        begin, at = end, at + 2
+    if at != count or begin != len(flat):
+        raise ProtocolError("a message of a pass has numbers or gradients for nothing")
     return deliveries
 
 
@@ -266,14 +242,14 @@ def pack(answer: Outcome | Noted) -> Any:
         if not answer.deliveries:
             return None
         facts = [0]
-        return _packed(facts, answer.deliveries)
+        return Packet(facts, _put_deliveries(facts, answer.deliveries))
     assert type(answer) is Noted
     if answer.words is None and not answer.deliveries:
         return int(answer.is_engaged)
     facts = [1, answer.is_engaged, answer.words is not None]
     if answer.words is not None:
         _put_words(facts, answer.words)
-    return _packed(facts, answer.deliveries)
+    return Packet(facts, _put_deliveries(facts, answer.deliveries))
 
 
 def unpack(answer: Any) -> Outcome | Noted:
@@ -286,42 +262,43 @@ def unpack(answer: Any) -> Outcome | Noted:
         return _DONE
     if type(answer) is int and answer in _SHORT:
         return _SHORT[answer]
-    _check_packed(answer)
-    if type(answer[0]) is int:
-        return Failed(*answer[1:])
-    with _Reading(answer[0]) as facts:
+    packet = _packet_or_failed(answer)
+    if isinstance(packet, Failed):
+        return packet
+    with _Reading(packet.numbers) as facts:
         if not next(facts):
-            return Done(_take_deliveries(facts, answer[1:]))
+            return Done(_take_deliveries(facts, packet.tensors))
         is_engaged, has_words = bool(next(facts)), next(facts)
         words = _take_words(facts) if has_words else None
-        return Noted(is_engaged, words, _take_deliveries(facts, answer[1:]))
+        return Noted(is_engaged, words, _take_deliveries(facts, packet.tensors))
 
 
-def _check_packed(answer: Any) -> None:
-    if type(answer) is not tuple or not answer:
-        raise ProtocolError("an answer of a backward pass makes no sense")
+def over(context: int, number: int, outcome: Outcome) -> Over:
+    """That a pass has ended here, for the engager."""
+    packed = pack(outcome)
+    return Over(context, number, apart(packed) if type(packed) is Packet else packed)
 
 
-def _packed(facts: list[int], deliveries: Sequence[Delivery]) -> Any:
-    gradients = _put_deliveries(facts, deliveries)
-    return (array("q", facts).tobytes(), *gradients)
+def _packet_or_failed(answer: Any) -> Packet | Failed:
+    if type(answer) is Packet:
+        return answer
+    if is_packet(answer):  # it came another way
+        return Packet(*answer)
+    if type(answer) is tuple and len(answer) == _FAILED and type(answer[0]) is int:
+        return Failed(*answer[1:])
+    raise ProtocolError("an answer of a backward pass makes no sense")
 
 
 class _Reading:
-    """Numbers one by one. That there are too few, or senseless ones, is the sender's fault."""
+    """Numbers one by one. That there are too few is the sender's fault."""
 
     __slots__ = ("_facts",)
 
-    def __init__(self, facts: bytes) -> None:
+    def __init__(self, facts: Sequence[int]) -> None:
         self._facts = facts
 
     def __enter__(self) -> Iterator[int]:
-        numbers = array("q")
-        try:
-            numbers.frombytes(self._facts)
-        except (TypeError, ValueError) as error:
-            raise ProtocolError(f"no numbers in a backward pass: {error}") from None
-        return iter(numbers)
+        return iter(self._facts)
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         if kind in (StopIteration, ValueError):
@@ -341,31 +318,23 @@ def _take_words(facts: Iterator[int]) -> Words:
     return Words(voids, None if count < 0 else tuple(islice(facts, count)), awaiting)
 
 
-def _put_deliveries(
-    facts: list[int], deliveries: Iterable[Delivery]
-) -> tuple[Any, ...]:
-    """A delivery: the send; how many tensors, which get no gradient; the link, what is linked."""
+def _put_deliveries(facts: list[int], deliveries: Iterable[Delivery]) -> list[Any]:
+    """A delivery: the send, how many tensors; the link, what is linked. The gradients of all."""
     flat: list[Any] = []
     for number, gradients, link, linked in deliveries:
-        absent = [i for i, g in enumerate(gradients) if g is None]
-        facts += (number, len(gradients), len(absent), *absent)
-        facts += (link, len(linked), *linked)
-        flat += [g for g in gradients if g is not None] if absent else gradients
-    return tuple(flat)
+        facts += (number, len(gradients), link, len(linked), *linked)
+        flat += gradients
+    return flat
 
 
 def _take_deliveries(facts: Iterator[int], flat: Sequence[Any]) -> list[Delivery]:
     deliveries: list[Delivery] = []
     at = 0
     for number in facts:
-        count, absent = next(facts), tuple(islice(facts, next(facts)))
+        end = at + next(facts)
         link, linked = next(facts), tuple(islice(facts, next(facts)))
-        end = at + count - len(absent)
-        gradients = list(flat[at:end])
-        if len(gradients) != end - at:
+        if not at < end <= len(flat):
             raise ProtocolError(f"send {number} lacks gradients that are not void")
-        for index in absent:
-            gradients.insert(index, None)
-        deliveries.append((number, tuple(gradients), link, linked))
+        deliveries.append((number, tuple(flat[at:end]), link, linked))
         at = end
     return deliveries

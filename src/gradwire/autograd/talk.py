@@ -91,7 +91,7 @@ class Talk:
     def over(self, to: int, outcome: Outcome) -> None:
         """Tell the engager that the pass has ended here, and how."""
         context, number, _ = self._about
-        self._desk.tell(to, messages.Over(context, number, messages.pack(outcome)))
+        self._desk.tell(to, messages.over(context, number, outcome))
 
     def abort(self, to: int, failed: Failed) -> None:
         """Tell a worker that the pass has failed."""

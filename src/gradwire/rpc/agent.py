@@ -203,15 +203,13 @@ class Agent:
         *,
         in_haste: bool = True,
         in_context: bool = False,
-        is_spread: bool = False,
     ) -> None:
         """Have an upper layer's messages handled: `handler(sender, message)` returns the answer.
 
         Where there is no haste, answers are held back a moment to travel with others. `in_context`:
-        the message belongs to the context in which it is sent, and is handled in it. `is_spread`:
-        see `Codec.register`.
+        the message belongs to the context in which it is sent, and is handled in it.
         """
-        self._codec.register(kind, message, in_context=in_context, is_spread=is_spread)
+        self._codec.register(kind, message, in_context=in_context)
         self._handlers[message] = handler
         if not in_haste:
             self._patient.add(message)

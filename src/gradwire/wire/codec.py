@@ -10,36 +10,36 @@ serializer where there is one. A worker with an allow-list decodes the plain enc
     3  PLAIN_SHORT    like 1, data in the plain encoding
     4  PLAIN_GENERAL  like 2, with the plain encoding
     5  CUSTOM         like 2, with the user's serializer
+    6  PACKET         numbers and tensors (`packets.py`), to and from everyone
 """
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import NotAllowedError, ProtocolError
-from . import memory, plain, tensors
+from . import memory, packets, plain, tensors
 from .cargo import Cargo, Carrier, NoRecorder, Recorder, require_grad
 from .failures import describe_failure, shorten
+from .fields import Fields, are_ids, fields_are_right, fields_of_failure, getter
 from .frames import Frame, Limits, Parcel
 from .functions import Names, describe
 from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
+from .packets import Packet, PacketDecoder, PacketEncoder
 from .pickling import PickleSerializer, Reducer, Serializer
 from .plans import Decoder, load_plain
 from .signatures import Encoder, Subject, dump_pickle, dump_plain
 
-SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM = 1, 2, 3, 4, 5
+SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM, PACKET = 1, 2, 3, 4, 5, 6
 _NO_NAMES: tuple[str, ...] = ()
 _RESULT: Subject = (RESULT, None, (), None, False)
 _SPREAD_RESULT: Subject = (RESULT, None, (), None, True)
-_Fields = Callable[[Any], tuple[Any, ...]]
-_Upper = tuple[Subject, _Fields, bool, bool]  # the flags are those of `Codec.register`
+_Upper = tuple[Subject, Fields, bool]  # the flag is that of `Codec.register`
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
@@ -73,13 +73,14 @@ class Codec:
         self._recorder: Any = NoRecorder()
         self._kinds: dict[type, int] = {Call: CALL}
         self._upper: dict[type, _Upper] = {}
-        self._spread: dict[int, int] = {}  # by kind: the place of the last field
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
             False: Encoder(SHORT, dump_pickle, limits),
             True: Encoder(PLAIN_SHORT, dump_plain, limits),
         }
         self._decoders = {PLAIN_SHORT: Decoder(load_plain)}
+        self._packets = PacketEncoder(PACKET)
+        self._packet_decoder = PacketDecoder()
         self._loaders: dict[int, Serializer] = {PLAIN_GENERAL: plain}
         if not plain_only:
             self._decoders[SHORT] = Decoder(pickle.loads)
@@ -87,27 +88,18 @@ class Codec:
             if custom is not None:
                 self._loaders[CUSTOM] = custom
 
-    def register(
-        self,
-        kind: int,
-        message: type,
-        *,
-        in_context: bool = False,
-        is_spread: bool = False,
-    ) -> None:
-        """Teach it a message of an upper layer, a dataclass.
+    def register(self, kind: int, message: type, *, in_context: bool = False) -> None:
+        """Teach it a message of an upper layer: a dataclass, or a `Packet`.
 
-        `in_context`: it belongs to the context in which it is sent, as calls do. `is_spread`: its
-        last field is a tuple, likely of tensors, whose items travel each by itself.
+        `in_context`: it belongs to the context in which it is sent, as calls do.
         """
         if kind < FIRST_UPPER or kind > 255 or kind in self._types:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
         self._types[kind] = message
-        subject = (kind, None, (), None, False)
-        self._upper[message] = subject, _getter(message), in_context, is_spread
-        if is_spread:
-            self._spread[kind] = len(dataclasses.fields(message)) - 1
+        if not issubclass(message, Packet):
+            subject = (kind, None, (), None, False)
+            self._upper[message] = subject, getter(message), in_context
 
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
         """Pickle objects of exactly this type with `reducer`, as `copyreg` would."""
@@ -160,6 +152,8 @@ class Codec:
 
     def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
         """A result as a parcel, in the context of what it answers."""
+        if type(value) is Packet:
+            return self._packet(RESULT, value, manner)
         if self._custom is None:
             if type(value) is tuple:
                 parcel = self._short(_SPREAD_RESULT, value, manner, context)
@@ -177,23 +171,34 @@ class Codec:
         pickler = PickleSerializer(self._reducers, same_main=same)
         failure = describe_failure(error, None if manner.plain else pickler, trace)
         try:
-            return self._general(FAILURE, _fields_of_failure(failure), manner)
+            return self._general(FAILURE, fields_of_failure(failure), manner)
         except Exception:  # noqa: BLE001 user code; or it is larger than the limits
             short = shorten(failure, min(_MOST_TEXT, self._limits.body // 16))
-            return self._general(FAILURE, _fields_of_failure(short), manner)
+            return self._general(FAILURE, fields_of_failure(short), manner)
 
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
-        subject, fields_of, in_context, is_spread = self._upper[type(message)]
+        upper = self._upper.get(type(message))
+        if upper is None:
+            return self._packet(self._kinds[type(message)], message, manner)
+        subject, fields_of, in_context = upper
         fields = fields_of(message)
         context = 0
         # Without gradients, what is asked for is sent without them, too.
         if in_context and self._recorder is not None and torch.is_grad_enabled():
             context = self._recorder.current()
-        values = (*fields[:-1], *fields[-1]) if is_spread else fields
-        parcel = self._short(subject, values, manner, context)
+        parcel = self._short(subject, fields, manner, context)
         if parcel is None:
             return self._general(subject[0], fields, manner, context)
+        return parcel
+
+    def _packet(self, kind: int, packet: Packet, manner: Manner) -> Parcel:
+        parcel = self._packets.encode(kind, packet)
+        if parcel is None:
+            fields = packets.apart(packet)
+            return self._general(kind, (fields,) if kind == RESULT else fields, manner)
+        if len(parcel.body) > self._limits.body or parcel.bulk_length:
+            parcel.check(self._limits)
         return parcel
 
     def open(self, frame: Frame, sender: int = -1) -> Any:
@@ -204,6 +209,8 @@ class Codec:
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """
+        if frame.encoding == PACKET:
+            return self._open_packet(frame)
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
             plan, values = decoder.decode(frame.body, frame.area)
@@ -233,6 +240,15 @@ class Codec:
             frame.context = self._recorder.arrived(frame, sender, traced)
         return self._from_fields(frame.kind, fields)
 
+    def _open_packet(self, frame: Frame) -> Any:
+        numbers, arrived = self._packet_decoder.decode(frame.body, frame.area)
+        if frame.kind == RESULT:
+            return Result(Packet(numbers, arrived))
+        message = self._types.get(frame.kind)
+        if message is None or not issubclass(message, Packet):
+            raise ProtocolError(f"message {frame.kind} as a packet")
+        return message(numbers, arrived)
+
     def _refusal(self, encoding: int) -> Exception:
         if encoding in (SHORT, GENERAL, CUSTOM) and self._plain_only:
             return NotAllowedError(
@@ -247,10 +263,7 @@ class Codec:
         if of != kind and not self._extends(kind, of):
             raise ProtocolError(f"message {kind} with a signature of {of}")
         if name is None:
-            last = self._spread.get(kind)
-            if last is None or len(values) < last:
-                return self._from_fields(kind, values)
-            return self._types[kind](*values[:last], values[last:])
+            return self._from_fields(kind, values)
         ids: Any = ()
         if kind != CALL and values:
             ids, values = values[0], values[1:]
@@ -262,7 +275,7 @@ class Codec:
         if kind == CALL:
             return Call(name, args, kwargs, modes)
         message = self._types.get(kind)
-        if message is None or not issubclass(message, Call) or not _are_ids(ids):
+        if message is None or not issubclass(message, Call) or not are_ids(ids):
             raise ProtocolError(f"message {kind} is no call, or its numbers are none")
         return message(name, args, kwargs, modes, ids)
 
@@ -277,7 +290,7 @@ class Codec:
             message = self._types[kind](*fields)
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"message {kind} with wrong fields: {error}") from error
-        if kind not in self._spread and not _has_right_types(message):
+        if not fields_are_right(message):
             raise ProtocolError(f"message {kind} with fields of wrong types")
         if kind == FAILURE and self._plain_only and message.pickled is not None:
             raise self._refusal(GENERAL)
@@ -345,34 +358,3 @@ def _set_apart(found: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
     for tensor in found:
         if shares[memory.place(tensor)] > 1:
             tensor.data = tensor.data.clone()
-
-
-def _getter(message: type) -> _Fields:
-    """What gets the fields of such messages."""
-    names = [field.name for field in dataclasses.fields(message)]
-    if len(names) > 1:
-        return attrgetter(*names)
-    return lambda m: tuple([getattr(m, name) for name in names])
-
-
-_fields_of_call, _fields_of_failure = _getter(Call), _getter(Failure)
-
-
-def _has_right_types(message: Any) -> bool:
-    """Whether what we use of a message ourselves is what we expect; the rest is for others."""
-    if isinstance(message, Call):
-        _, args, kwargs, modes, ids = _fields_of_call(message)
-        kinds = (tuple, list)
-        return (
-            isinstance(args, kinds)
-            and type(kwargs) is dict
-            and (modes is None or isinstance(modes, kinds))
-            and _are_ids(ids)
-        )
-    if type(message) is Failure:
-        return all(type(text) is str for text in _fields_of_failure(message)[:3])
-    return True
-
-
-def _are_ids(ids: Any) -> bool:
-    return isinstance(ids, (tuple, list)) and all(type(n) is int for n in ids)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -17,25 +17,59 @@ from torch import Tensor
 from ..errors import ProtocolError
 from . import memory, plain
 from .messages import CALL, RESULT, Call, Result
-from .signatures import LENGTH, MAX_SIGNATURE, RAW, Subject, picker
+from .signatures import LENGTH, MAX_SIGNATURE, Subject, picker
 from .tensors import DTYPES, INLINE
 
+P = TypeVar("P")
 Load = Callable[[Any], Any]
 Step = Callable[[Any, int, Any, Any], Any]
 _Small = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any]]
 """How to make a small tensor: a function, its arguments, and what puts bytes at an address."""
 
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
-_read_length = LENGTH.unpack_from
+read_length = LENGTH.unpack_from
+NOT_KNOWN = (KeyError, ValueError, struct.error)
+"""What is raised when a signature is looked up that is new, is in memory that cannot be hashed, or
+is none."""
 
 
-class Decoder:
-    """Remembers the signatures that arrived."""
+class Learner(Generic[P]):
+    """Remembers what was made of the signatures that arrived."""
+
+    def __init__(self, parse: Callable[[Any], P]) -> None:
+        self._parse = parse
+        self._known: dict[bytes | memoryview, P] = {}
+        self._learned = 0
+
+    def _learn(self, body: bytes | memoryview) -> tuple[P, int]:
+        """What to do with what follows a signature, and where that begins."""
+        if len(body) < LENGTH.size:
+            raise ProtocolError("message without a signature")
+        end = LENGTH.size + read_length(body)[0]
+        signature = bytes(body[LENGTH.size : end])
+        plan = self._known.get(signature)  # it was in memory that cannot be hashed
+        if plan is not None:
+            return plan, end
+        if end > len(body) or len(signature) > MAX_SIGNATURE:
+            raise ProtocolError(f"signature of {end - LENGTH.size} bytes")
+        try:
+            plan = self._parse(plain.loads(signature, []))
+        except (TypeError, ValueError, IndexError, RuntimeError) as error:
+            raise ProtocolError(f"signature makes no sense: {error}") from error
+        self._learned += len(signature)
+        if self._learned > _MAX_LEARNED:
+            self._known.clear()
+            self._learned = len(signature)
+        self._known[signature] = plan
+        return plan, end
+
+
+class Decoder(Learner["Plan"]):
+    """What reads calls and results."""
 
     def __init__(self, load: Load) -> None:
+        super().__init__(_parse)
         self._load = load
-        self._known: dict[bytes | memoryview, Plan] = {}
-        self._learned = 0
 
     def decode(
         self, body: bytes | memoryview, area: Any
@@ -46,59 +80,36 @@ class Decoder:
             ProtocolError: the bytes make no sense.
         """
         try:
-            at = 4 + _read_length(body)[0]
+            at = 4 + read_length(body)[0]
             plan = self._known[body[4:at]]
-        except struct.error:
-            raise ProtocolError("message without a signature") from None
-        except (KeyError, ValueError):  # new, or in memory that cannot be hashed
-            signature = bytes(body[4:at])
-            plan = self._known.get(signature) or self._learn(signature, at, len(body))
+        except NOT_KNOWN:
+            plan, at = self._learn(body)
         if not plan.is_small:
             values = plan.fixed
             if values is None or at > len(body):
                 values = self._fetch(plan, body, at, area)
             return plan, values
-        made: list[Tensor] = []
         try:
-            raws = plan.cut(body, at)
-            for (make, sizes, put), raw in zip(plan.small, raws, strict=True):
-                tensor = make(*sizes)
-                put(tensor.data_ptr()).raw = raw
-                made.append(tensor)
+            return plan, tuple(plan.make_all(plan.cut(body, at)))
         except struct.error:
-            raise _too_short() from None
+            raise too_short() from None
         except (TypeError, RuntimeError) as error:
-            raise _too_odd(error) from error
-        return plan, tuple(made)
+            raise too_odd(error) from error
 
     def _fetch(
         self, plan: Plan, body: bytes | memoryview, at: int, area: Any
     ) -> tuple[Any, ...]:
         """The values, step by step."""
         start = at + plan.inline
-        if start > len(body) or (plan.bulk and plan.bulk > _room(area)):
-            raise _too_short()
+        if start > len(body) or (plan.bulk and plan.bulk > room(area)):
+            raise too_short()
         data = self._load(body[start:]) if plan.data else []
         if type(data) is not list or len(data) != plan.data:
             raise ProtocolError("data does not fit its signature")
         try:
             return tuple([step(body, at, area, data) for step in plan.steps])
         except (TypeError, RuntimeError) as error:
-            raise _too_odd(error) from error
-
-    def _learn(self, signature: bytes, end: int, length: int) -> Plan:
-        if end > length or end > MAX_SIGNATURE + 4:
-            raise ProtocolError(f"signature of {end - 4} bytes")
-        try:
-            plan = _parse(plain.loads(signature, []))
-        except (TypeError, ValueError, IndexError, RuntimeError) as error:
-            raise ProtocolError(f"signature makes no sense: {error}") from error
-        self._learned += len(signature)
-        if self._learned > _MAX_LEARNED:
-            self._known.clear()
-            self._learned = len(signature)
-        self._known[signature] = plan
-        return plan
+            raise too_odd(error) from error
 
 
 def _parse(signature: Any) -> Plan:
@@ -124,6 +135,7 @@ class Plan:
 
     __slots__ = (
         "_lengths",
+        "_offsets",
         "_traced",
         "bulk",
         "cut",
@@ -139,25 +151,26 @@ class Plan:
         "subject",
     )
 
-    def __init__(self, subject: Subject, specs: tuple[Any, ...]) -> None:
+    def __init__(
+        self, subject: Subject, specs: tuple[Any, ...], numbers: int = 0
+    ) -> None:
+        """`numbers`: how many come before the values."""
         self.subject = subject
         self.kind = subject[0]
         self.steps: list[Step] = []
         self.small: list[_Small] = []
         """How to make them, if all are small tensors."""
-        self.inline = 0  # bytes of small tensors
+        self.inline = 8 * numbers  # bytes of small tensors, and of what comes before
         self.bulk = 0
         self.data = 0  # values that are plain data
         self._traced: list[int] = []  # the places of the tensors that require grad
-        self._lengths = ""
+        self._lengths = f"<{numbers}q"
+        self._offsets: set[int] = set()  # of large tensors
         for spec in specs:
             if spec is None:
                 self.steps.append(_fetch_none)
             elif type(spec) is tuple:
                 self.steps.append(self._tensor(*spec))
-            elif type(spec) is int and spec in RAW:
-                self.steps.append(_fetch_raw(self.inline, spec))
-                self.inline += spec
             else:
                 self.steps.append(_fetch_data(self.data))
                 self.data += 1
@@ -170,7 +183,16 @@ class Plan:
         self.fixed: tuple[Any, ...] | None = (None,) * len(specs) if are_none else None
         """The values, if there are none in fact."""
         self.cut = struct.Struct(self._lengths).unpack_from
-        """Takes their bytes apart."""
+        """Takes the numbers and the bytes of small tensors apart."""
+
+    def make_all(self, raws: Sequence[bytes]) -> list[Tensor]:
+        """The values, if all are small tensors."""
+        made = []
+        for (make, sizes, put), raw in zip(self.small, raws, strict=True):
+            tensor = make(*sizes)
+            put(tensor.data_ptr()).raw = raw
+            made.append(tensor)
+        return made
 
     def _tensor(self, code: int, shape: Any, grad: bool, offset: int) -> Step:
         dtype = DTYPES[code]
@@ -191,6 +213,9 @@ class Plan:
             if offset % 64 or not count:
                 raise ProtocolError(f"large tensor of {length} bytes at {offset}")
             step = _fetch_large(dtype, shape, offset, count)
+            if offset in self._offsets:
+                step = _fetch_copy(step)
+            self._offsets.add(offset)
             self.bulk = max(self.bulk, offset + length)
         if grad:
             if not (dtype.is_floating_point or dtype.is_complex):
@@ -210,15 +235,15 @@ def _maker(subject: Subject, count: int) -> Callable[[tuple[Any, ...]], Any] | N
     return None
 
 
-def _too_short() -> ProtocolError:
+def too_short() -> ProtocolError:
     return ProtocolError("message is shorter than its signature says")
 
 
-def _too_odd(error: Exception) -> ProtocolError:
+def too_odd(error: Exception) -> ProtocolError:
     return ProtocolError(f"tensor cannot be made here: {error}")
 
 
-def _room(area: Any) -> int:
+def room(area: Any) -> int:
     return 0 if area is None else memoryview(area).nbytes
 
 
@@ -232,10 +257,6 @@ def _fetch_none(body: Any, at: int, area: Any, data: Any) -> None:
 
 def _fetch_data(index: int) -> Step:
     return lambda body, at, area, data: data[index]
-
-
-def _fetch_raw(start: int, length: int) -> Step:
-    return lambda body, at, area, data: bytes(body[at + start : at + start + length])
 
 
 def _small(dtype: torch.dtype, shape: Any, length: int) -> _Small:
@@ -262,6 +283,11 @@ def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Ste
         return flat.view(shape)
 
     return step
+
+
+def _fetch_copy(fetch: Step) -> Step:
+    """For one that was sent once and is there twice."""
+    return lambda body, at, area, data: fetch(body, at, area, data).clone()
 
 
 def load_plain(data: Any) -> Any:

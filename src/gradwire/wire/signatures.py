@@ -3,8 +3,7 @@
 A call whose arguments are contiguous CPU tensors, None and small plain data has a *signature*: the
 function's name, keyword names, modes, and dtype and shape of each tensor. Its bytes are computed
 once per signature here, and parsed once there, into a plan to fetch the arguments (`plans.py`).
-What follows the signature is raw: small tensors and short strings of bytes, then the plain data.
-Results go the same way.
+What follows the signature is raw: small tensors, then the plain data. Results go the same way.
 
     body     length of the signature u32, signature (plain encoding), raw bytes, data
 
@@ -33,9 +32,7 @@ LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
 MAX_SIGNATURE = 4096
-# The lengths of bytes that go as they are: few, so that few signatures are to be known.
-RAW = frozenset(range(8, 257, 8))
-_MAX_REMEMBERED = 4096
+MAX_REMEMBERED = 4096
 
 
 Subject = tuple[int, str | None, tuple[str, ...], tuple[Any, ...] | None, bool]
@@ -70,9 +67,7 @@ class _Known:
         """What is sent as it is, in order, and the large tensors."""
         parts, large = [self.prefix], []
         for value in values:
-            if type(value) is bytes and len(value) in RAW:
-                parts.append(value)
-            elif type(value) is Tensor and value.nbytes > INLINE:
+            if type(value) is Tensor and value.nbytes > INLINE:
                 large.append(value.detach().view(-1))
             elif type(value) is Tensor:
                 parts.append(memory.read(value, value.nbytes))
@@ -99,7 +94,7 @@ class Encoder:
             ValueError: it is larger than the limits.
         """
         key: list[Any] = [subject]
-        places: dict[int, Any] = {}  # by storage, or a number below 0 for bytes
+        places: dict[int, int] = {}  # by storage
         data: list[Any] = []
         try:
             for value in values:
@@ -111,9 +106,6 @@ class Encoder:
                     key.append(_look_at(value))
                 elif value is None:
                     key.append(None)
-                elif type(value) is bytes and len(value) in RAW:
-                    key.append(len(value))
-                    places[~len(places)] = value
                 elif type(value) in _BASIC or _is_small(value, _MAX_DEPTH):
                     key.append(0)
                     data.append(value)
@@ -163,7 +155,7 @@ class Encoder:
     ) -> _Known | None:
         known = _describe(subject, values, self._limits)
         if known is not None:
-            if len(self._known) > _MAX_REMEMBERED:
+            if len(self._known) > MAX_REMEMBERED:
                 self._known.clear()
             self._known[key] = known
         return known
@@ -222,11 +214,7 @@ def _describe(
     bulk = length = 0  # of large tensors, and of what is sent as it is
     is_real = True
     for value in values:
-        if type(value) is bytes and len(value) in RAW:
-            specs.append(len(value))
-            reads.append(memory.arrays[len(value)].from_buffer_copy)
-            length += len(value)
-        elif type(value) is not Tensor:
+        if type(value) is not Tensor:
             specs.append(None if value is None else 0)
         elif not _is_usual(value):
             return None

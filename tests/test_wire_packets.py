@@ -1,0 +1,219 @@
+"""Numbers and tensors become packets and come out as they went in, each with its own memory."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from carrying import LIMITS, PICKLE, PLAIN, assert_same
+from gradwire.errors import ProtocolError
+from gradwire.wire import memory, plain
+from gradwire.wire.codec import GENERAL, PACKET, PLAIN_GENERAL, Codec, Manner
+from gradwire.wire.frames import Frame, Limits
+from gradwire.wire.messages import RESULT
+from gradwire.wire.packets import Packet
+
+KIND = 20
+
+
+class Word(Packet):
+    """A message of an upper layer."""
+
+    __slots__ = ()
+
+
+def codec(limits: Limits = LIMITS) -> Codec:
+    made = Codec(limits)
+    made.register(KIND, Word)
+    return made
+
+
+def carried(numbers: Any, tensors: Any, manner: Manner = PICKLE) -> tuple[Packet, int]:
+    """What arrives, and its encoding."""
+    parcel = codec().message(Word(numbers, tensors), manner)
+    arrived = codec().open(parcel.arrive(1))
+    assert type(arrived) is Word
+    return arrived, parcel.encoding
+
+
+LARGE = torch.arange(10_000, dtype=torch.float64)
+TABLE = torch.arange(12.0).reshape(3, 4)
+COMPLEX = torch.complex(TABLE, -TABLE)
+
+TENSORS = {
+    "plain": TABLE,
+    "scalar": torch.tensor(3.0),
+    "empty": torch.empty(0, 3),
+    "whole numbers": torch.arange(5),
+    "truth": torch.tensor([True, False]),
+    "half": TABLE.bfloat16(),
+    "expanded": torch.tensor(2.0).expand(3, 4),
+    "expanded, at an offset": TABLE[2, 3].expand(5),
+    "half expanded": TABLE[:, :1].expand(3, 4),
+    "transposed": TABLE.t(),
+    "a row": TABLE[1],
+    "every other": TABLE[:, ::2],
+    "complex": COMPLEX,
+    "conjugate": COMPLEX.conj(),
+    "negative": COMPLEX.conj().imag,
+    "one negative": COMPLEX.conj().imag[1, 1],
+    "with history": (TABLE * 1).requires_grad_(),
+    "large": LARGE,
+    "half of a large one": LARGE[5000:],
+    "large and conjugate": torch.complex(LARGE, LARGE).conj(),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_arrives_by_itself(name: str) -> None:
+    tensor = TENSORS[name]
+    for _ in range(2):  # as one that is not known yet, and as one that is
+        arrived, encoding = carried((1, -2), (tensor,))
+        assert encoding == PACKET
+        assert tuple(arrived.numbers) == (1, -2)
+        (found,) = arrived.tensors
+        assert found is not None
+        assert not found.requires_grad
+        assert found.is_contiguous()
+        assert_same(found, tensor.detach().resolve_conj().resolve_neg())
+        if tensor.numel():
+            assert memory.place(found) != memory.place(tensor)
+
+
+@given(
+    st.lists(st.integers(-(1 << 63), (1 << 63) - 1), max_size=9),
+    st.lists(st.sampled_from([None, *TENSORS.values()]), max_size=5),
+    st.sampled_from([PICKLE, PLAIN]),
+)
+def test_packets_come_out_as_they_went_in(
+    numbers: list[int], tensors: list[Tensor | None], manner: Manner
+) -> None:
+    arrived, encoding = carried(numbers, tensors, manner)
+    assert encoding == PACKET
+    assert list(arrived.numbers) == numbers
+    assert [t is None for t in arrived.tensors] == [t is None for t in tensors]
+    for found, tensor in zip(arrived.tensors, tensors, strict=True):
+        if found is not None and tensor is not None:
+            assert_same(found, tensor.detach().resolve_conj().resolve_neg())
+    assert_apart(arrived)
+
+
+def assert_apart(packet: Packet) -> None:
+    found = [t for t in packet.tensors if t is not None]
+    assert len({memory.place(tensor) for tensor in found}) == len(found)
+    for tensor, other in itertools.combinations(found, 2):
+        before = other.clone()
+        if tensor.is_floating_point():
+            tensor += 1
+        assert_same(other, before)
+
+
+@pytest.mark.parametrize("manner", [PICKLE, PLAIN], ids=["pickle", "plain"])
+@pytest.mark.parametrize(
+    "tensor",
+    [TABLE.to_sparse(), LARGE.reshape(100, 100).t(), torch.nn.Parameter(TABLE)],
+    ids=["sparse", "large, transposed", "of another type"],
+)
+def test_others_go_the_general_way(tensor: Tensor, manner: Manner) -> None:
+    arrived, encoding = carried((1, 2), (tensor, None, tensor), manner)
+    assert encoding in (GENERAL, PLAIN_GENERAL)
+    first, none, second = arrived.tensors
+    assert none is None
+    assert first is not None
+    assert second is not None
+    assert not first.requires_grad
+    for found in (first, second):
+        assert_same(found.to_dense(), tensor.detach().to_dense())
+    if tensor.layout is torch.strided:
+        assert_apart(arrived)
+
+
+def test_two_that_are_one_travel_once_if_they_are_large() -> None:
+    parcel = codec().message(Word((), (LARGE, TABLE, LARGE)), PICKLE)
+    assert parcel.bulk_length < LARGE.nbytes * 1.1
+    other = codec().message(Word((), (LARGE, TABLE, LARGE.clone())), PICKLE)
+    assert other.bulk_length >= LARGE.nbytes * 2
+    for sent in (parcel, other):
+        arrived = codec().open(sent.arrive(1))
+        assert_apart(arrived)
+
+
+def test_the_ones_that_look_alike_are_told_apart() -> None:
+    carrying = codec()
+    for tensor in (COMPLEX, COMPLEX.conj(), COMPLEX, COMPLEX.conj()):
+        parcel = carrying.message(Word((), (tensor,)), PICKLE)
+        (found,) = carrying.open(parcel.arrive(1)).tensors
+        assert_same(found, tensor.resolve_conj())
+
+
+def test_results_may_be_packets() -> None:
+    for tensor in (TABLE, TABLE.to_sparse()):
+        parcel = codec().result(Packet((7,), (tensor,)), PICKLE)
+        result = codec().open(parcel.arrive(1))
+        numbers, (found,) = result.value
+        assert tuple(numbers) == (7,)
+        assert_same(found.to_dense(), TABLE)
+
+
+def test_too_large_packets_are_refused() -> None:
+    for tensor, limits in ((TABLE, Limits(8, 8)), (LARGE, Limits(1 << 20, 1 << 10))):
+        with pytest.raises(ValueError, match="larger than"):
+            codec(limits).message(Word((), (tensor,)), PICKLE)
+
+
+def test_a_tensor_without_memory_is_refused() -> None:
+    freed = torch.ones(3)
+    freed.untyped_storage().resize_(0)
+    with pytest.raises(TypeError, match="freed"):
+        codec().message(Word((), (freed,)), PICKLE)
+
+
+# What others may send
+
+
+def frame(signature: Any, rest: bytes = b"", kind: int = KIND) -> Frame:
+    data = plain.dumps(signature, [])
+    return Frame(kind, PACKET, 1, 0, len(data).to_bytes(4, "little") + data + rest)
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        Frame(KIND, PACKET, 1, 0, b""),
+        Frame(KIND, PACKET, 1, 0, b"\xff\0\0\0"),
+        Frame(KIND, PACKET, 1, 0, b"\1\0\0\0?"),
+        frame(7),
+        frame((1, (), 3)),
+        frame((-1, ())),
+        frame((1 << 40, ())),
+        frame(("1", ())),
+        frame((True, ())),
+        frame((0, [])),
+        frame((0, (7,))),
+        frame((0, (0,))),
+        frame((0, ((0, (2,), False),))),
+        frame((0, ((200, (2,), False, -1),)), bytes(8)),
+        frame((0, ((0, (-2,), False, -1),)), bytes(8)),
+        frame((0, ((0, (2,), False, -1),)), bytes(7)),
+        frame((0, ((0, (20_000,), False, 0),))),
+        frame((2, ()), bytes(15)),
+        frame((0, ()), kind=RESULT + 200),
+        frame((0, ()), kind=1),
+    ],
+)
+def test_what_makes_no_sense_is_refused(sent: Frame) -> None:
+    with pytest.raises(ProtocolError):
+        codec().open(sent)
+
+
+@pytest.mark.parametrize(
+    "fields", [((1,), (), 3), ((1.5,), ()), ((1,), (2,)), (7, ()), ((), 7)]
+)
+def test_fields_that_are_no_packet_are_refused(fields: Any) -> None:
+    body = bytes(8) + plain.dumps(fields, [])
+    with pytest.raises(ProtocolError):
+        codec().open(Frame(KIND, PLAIN_GENERAL, 1, 0, body))
