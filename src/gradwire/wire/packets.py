@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ from .signatures import LENGTH, MAX_REMEMBERED, MAX_SIGNATURE, Subject
 from .tensors import DTYPE_CODES, INLINE
 
 _SUBJECT: Subject = (0, None, (), None, False)  # a packet's kind is in its header
+_NOWHERE = (None, 0)
+_look_at = attrgetter("__class__", "dtype", "shape", "layout", "is_cpu")
 
 
 class Packet(NamedTuple):
@@ -44,8 +47,9 @@ class _Known(NamedTuple):
     """Their signature, with its length."""
     write: Any
     """How their numbers are written."""
-    sources: Sequence[tuple[Any, int] | None]
-    """How the bytes of small tensors are read: so many, so often; 0: it has to be put in order."""
+    sources: Sequence[tuple[Any, int]]
+    """What reads the bytes at a small tensor's address, and how often they are repeated (0: it has
+    to be put in order)."""
     offsets: Sequence[int]
     """Where the large ones go."""
     bulk_length: int
@@ -67,15 +71,7 @@ class PacketEncoder:
                 if tensor is None:
                     key.append(None)
                     continue
-                key += (
-                    type(tensor),
-                    tensor.dtype,
-                    tensor.layout,
-                    tensor.is_cpu,
-                    tensor.shape,
-                    tensor.stride(),
-                    tensor.storage_offset() > 0,
-                )
+                key += (_look_at(tensor), tensor.stride(), tensor.storage_offset() > 0)
         except RuntimeError:
             return None  # one that has no sizes or no strides
         alike = tuple(key)
@@ -83,15 +79,15 @@ class PacketEncoder:
         if known is None:
             return None
         parts = [known.prefix, known.write(*numbers)]
-        for source, tensor in zip(known.sources, tensors, strict=True):
-            if source is not None and tensor is not None:
-                array, repeats = source
-                if not repeats:
-                    tensor, repeats = _in_order(tensor), 1
-                there = tensor.data_ptr()
-                if not there:
-                    return None  # freed: the general way says so
-                parts.append(array.from_address(there).raw * repeats)
+        for (at, repeats), tensor in zip(known.sources, tensors, strict=True):
+            if at is None or tensor is None:
+                continue
+            if not repeats:
+                tensor, repeats = _in_order(tensor), 1
+            there = tensor.data_ptr()
+            if not there:
+                return None  # freed: the general way says so
+            parts.append(at(there).raw * repeats)
         parcel = Parcel(kind, self._encoding, b"".join(parts))
         return _with_bulk(parcel, known, tensors) if known.bulk_length else parcel
 
@@ -107,13 +103,13 @@ class PacketEncoder:
 def _describe(packet: Packet) -> _Known | None:
     """What there is to know of a packet; None: it has to go the general way."""
     specs: list[Any] = []
-    sources: list[Any] = []
+    sources: list[tuple[Any, int]] = []
     places: dict[int, int] = {}  # of the large tensors, each once
     bulk = 0
     for tensor in packet.tensors:
         if tensor is None:
             specs.append(None)
-            sources.append(None)
+            sources.append(_NOWHERE)
             continue
         if not _can_go(tensor):
             return None
@@ -123,7 +119,7 @@ def _describe(packet: Packet) -> _Known | None:
             offset = places.setdefault(id(tensor), bulk)
             bulk = max(bulk, aligned(offset + length))
         specs.append((DTYPE_CODES[tensor.dtype], tuple(tensor.shape), False, offset))
-        sources.append(_source(tensor) if is_small and length else None)
+        sources.append(_source(tensor) if is_small and length else _NOWHERE)
     count = len(packet.numbers)
     signature = plain.dumps((count, tuple(specs)), [])
     if len(signature) > MAX_SIGNATURE:
@@ -149,10 +145,10 @@ def _source(tensor: Tensor) -> tuple[Any, int]:
     # Real and at the beginning: so it is neither conjugate nor negative.
     if not tensor.is_complex() and not tensor.storage_offset():
         if tensor.is_contiguous():
-            return memory.arrays[length], 1
+            return memory.arrays[length].from_address, 1
         if not any(tensor.stride()):
-            return memory.arrays[tensor.itemsize], tensor.numel()
-    return memory.arrays[length], 0
+            return memory.arrays[tensor.itemsize].from_address, tensor.numel()
+    return memory.arrays[length].from_address, 0
 
 
 def _in_order(tensor: Tensor) -> Tensor:
