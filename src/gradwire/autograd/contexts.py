@@ -138,25 +138,34 @@ class Context:
     def passes(self) -> int:
         """How many are under way here."""
         with self.lock:
-            direct = [record for record in self.records.values() if record.running]
-            return len(self.parts) + len(direct)
+            records = list(self.records.values())  # in one step: passes end meanwhile
+            return len(self.parts) + len([each for each in records if each.running])
 
     def begin_pass(self, numbers: Numbers) -> tuple[int, int]:
-        """The number of a new pass, and that of the oldest one that was begun here and goes on."""
-        with self.lock:
-            number = numbers.next()
-            self.led.add(number)
-            return number, min(self.led)
+        """The number of a new pass, and that of the oldest one that was begun here and goes on.
+
+        With the lock. Ends with `led.discard`.
+
+        Raises:
+            GradwireError: the context is over.
+        """
+        if self.is_released:
+            raise unknown(self.id)
+        number = numbers.next()
+        self.led.add(number)
+        since = min(self.led)
+        if self.records:
+            self.forget_records(number, since)
+        return number, since
 
     def forget_records(self, number: int, since: int) -> None:
-        """Whoever leads this pass has ended those before `since`.
+        """Whoever leads this pass has ended those before `since`; with the lock.
 
         What still runs here is of one that failed: the word of that must find it.
         """
-        old = [n for n in self.records if n < since and owner(n) == owner(number)]
-        for each in old:
-            if not self.records[each].running:
-                del self.records[each]
+        for each, record in list(self.records.items()):
+            if each < since and owner(each) == owner(number) and not record.running:
+                self.records.pop(each, None)
 
 
 def add(before: Tensor, more: Tensor) -> Tensor:

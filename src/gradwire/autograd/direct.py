@@ -16,7 +16,7 @@ This costs a fraction of the full protocol, and most passes over small graphs ar
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -35,7 +35,7 @@ from .messages import (
     read_direct,
 )
 from .rounds import Failing, Record, Round
-from .strands import strands_of
+from .strands import Strands, strands_of
 
 _PLAIN = RETAIN | ACCUMULATE  # all that may be asked for here
 
@@ -48,25 +48,24 @@ class DirectPasses:
         self._contexts = contexts
 
     def lead(
-        self, context: Context, trip: Trip, roots: Sequence[Tensor]
-    ) -> set[int] | None:
+        self, context: Context, trip: Trip, strands: Strands, roots: Sequence[Tensor]
+    ) -> Collection[int] | None:
         """Run a pass; the workers that parked something. None: it cannot be run like this.
 
         Raises:
             Failing: it failed; the cause is the error, if that was here.
-            GradwireError: the context is over.
         """
-        if trip.flags & ~_PLAIN:
+        record = Record(strands)
+        if trip.flags & ~_PLAIN or not record.is_simple:
             return None
-        record = self._join(context, trip.number, trip.since)
-        assert record is not None
-        strand = record.strands.of_roots(roots) if record.is_simple else None
-        if strand is None:
-            context.records.pop(trip.number, None)
+        reach = strands.of_roots(roots)
+        if reach is None:
             return None
+        number = trip.number
+        context.records[number] = record
         current = Round(self._desk, context, record, trip)
         try:
-            current.lead(strand, roots)
+            current.lead(reach, roots)
         except Failing as error:
             current.abandon(error.failed)
             raise
@@ -75,10 +74,11 @@ class DirectPasses:
             current.abandon(failed)
             raise Failing(failed) from error
         finally:
-            with context.lock:
-                record.running -= 1
-                if not current.parked and record.failed is None:
-                    context.records.pop(trip.number, None)
+            if record.failed is None and not current.parked:
+                context.records.pop(number, None)
+            else:
+                with context.lock:
+                    record.running -= 1
         return current.parked
 
     def answer(self, sender: int, message: Direct) -> Any:
@@ -94,8 +94,8 @@ class DirectPasses:
             return None
         current = Round(self._desk, context, record, trip, sender)
         try:
-            current.answer(arrived)
-            return pack_followed(current.held, current.parked)
+            held = current.answer(arrived)
+            return pack_followed(held, current.parked)
         except Failing as error:
             failed = error.failed
         except Exception as error:  # noqa: BLE001 user code
@@ -116,14 +116,13 @@ class DirectPasses:
             if context.is_released:
                 raise unknown(context.id)
             record: Record | None = context.records.get(number)
-            if record is None:
-                if context.has_ended(number):
-                    return None
+            if record is not None:
+                record.running += 1
+            elif not context.has_ended(number):
                 if context.records:
                     context.forget_records(number, since)
                 record = context.records[number] = Record(strands_of(context))
-            record.running += 1
-        return record
+            return record
 
     def _describe(self, error: BaseException) -> Any:
         return describe(error, self._desk.me, pickles=self._desk.pickles)

@@ -14,7 +14,7 @@ place. So with `_profiler_enabled`: without it, every pass would pay for being r
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ from .messages import CREATE, QUIET, RETAIN
 from .nodes import TOKEN, Crossing, Gradients, Run, here
 
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
+_KEEPS_GRAPH = RETAIN | CREATE
 _run_backward = torch.autograd.Variable._execution_engine.run_backward
 
 
@@ -64,8 +65,7 @@ def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
     return torch.ones_like(root) if gradient is None else gradient
 
 
-def is_profiled() -> bool:
-    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
 def is_inside() -> bool:
@@ -124,16 +124,16 @@ def _call(
     for crossing in nodes:
         crossing.runs.append(run)
     try:
-        return call(outputs, gradients, inputs, job.flags, run)
+        return call(tuple(outputs), gradients, tuple(inputs), job.flags, run)
     finally:
         for crossing in nodes:
             crossing.runs.remove(run)
 
 
 def call(
-    outputs: Sequence[Tensor | GradientEdge],
+    outputs: tuple[Tensor | GradientEdge, ...],
     gradients: list[Tensor],
-    inputs: Sequence[GradientEdge],
+    inputs: tuple[GradientEdge, ...],
     flags: int,
     run: Run | None = None,
 ) -> Gradients:
@@ -144,19 +144,20 @@ def call(
     """
     given = tuple(gradients)
     gradients.clear()
-    here.runs.append(run)
+    runs = here.runs
+    runs.append(run)
     try:
         captured: Gradients = _run_backward(
-            tuple(outputs),
+            outputs,
             given,
-            bool(flags & (RETAIN | CREATE)),
-            bool(flags & CREATE),
-            tuple(inputs),
+            flags & _KEEPS_GRAPH,
+            flags & CREATE,
+            inputs,
             allow_unreachable=True,
             accumulate_grad=not inputs,
         )
     finally:
-        here.runs.pop()
+        runs.pop()
     return captured
 
 

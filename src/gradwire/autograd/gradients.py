@@ -21,6 +21,7 @@ from . import hooks
 from .contexts import Context, add
 from .messages import ACCUMULATE, CREATE
 
+_STRIDED = torch.strided
 _NOBODY_ELSE = 2  # references to what a list holds: its own and the one that looks
 
 
@@ -66,6 +67,32 @@ def keep(
             _accumulate(context, leaf, gradient)
         for hook in after:
             hook((), (gradient,))
+
+
+def are_plain(leaves: Iterable[Leaf]) -> bool:
+    """Whether these have no hooks, nor a layout that a gradient would have to be given."""
+    for tensor, before, after in leaves:
+        if before or after or tensor._backward_hooks:
+            return False
+        if tensor.layout is not torch.strided or not tensor.is_contiguous():
+            return False
+    return True
+
+
+def keep_fresh(
+    context: Context, leaves: Iterable[Tensor], gradients: list[Tensor | None]
+) -> None:
+    """As `keep`, for plain leaves, and gradients with memory that nobody else has."""
+    with context.lock:
+        known = context.gradients
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            if gradient is not None:
+                if gradient.layout is _STRIDED:
+                    gradient = gradient.contiguous()  # the same, if it is
+                before = known.setdefault(leaf, gradient)
+                if before is not gradient:
+                    known[leaf] = add(before, gradient)
+    gradients.clear()
 
 
 def kept_so_far(context: Context, leaf: Tensor) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -15,9 +15,8 @@ from ..rpc.futures import CallFuture
 from . import deliveries, messages
 from .contexts import Context, unknown
 from .desk import Desk
-from .gradients import Leaf
 from .messages import Failed, Plain, Trip
-from .strands import Found, Strand, Strands
+from .strands import Ahead, BareStrand, Found, Reach, Strand, Strands
 
 _DEEPEST = 16  # workers that wait for each other, one behind the other
 _MOST_AHEAD = 8  # strands
@@ -35,81 +34,68 @@ class Failing(Exception):
 class Record:
     """What a direct pass has done on one worker, should the full protocol have to go on from it."""
 
-    __slots__ = (
-        "count",
-        "failed",
-        "gone",
-        "is_simple",
-        "parked",
-        "ran",
-        "running",
-        "strands",
-    )
+    running = 1
+    """Threads."""
+    failed: Failed | None = None
+    """Why it is over. Whoever stops because of it says so: its asker may not know."""
 
     def __init__(self, strands: Strands) -> None:
         self.strands = strands
         self.is_simple = strands.are_simple()
         self.count = len(strands.sends)
         """How many sends there were when it began here; later ones are no part of it."""
-        self.ran: set[int] = set()
-        """The sends that were run."""
-        self.gone: set[int] = set()
+        self.given: dict[int, Sequence[Tensor | None] | None] = {}
+        """The sends that gradients came for, and these, if they are still to be run."""
+        self.gone: list[int] = []
         """The recvs whose gradients have left."""
-        self.parked: dict[int, Sequence[Tensor | None]] = {}
+
+    @property
+    def ran(self) -> set[int]:
+        """The sends that were run."""
+        return {number for number, parked in self.given.items() if parked is None}
+
+    @property
+    def parked(self) -> dict[int, Sequence[Tensor | None]]:
         """The gradients of sends that are still to be run."""
-        self.running = 0
-        """Threads."""
-        self.failed: Failed | None = None
-        """Why it is over. Whoever stops because of it says so: its asker may not know."""
+        given = self.given.items()
+        return {number: parked for number, parked in given if parked is not None}
 
 
 class Round:
-    """What one thread does in a direct pass: it runs what it was given, and sees to the rest."""
+    """What one thread does in a direct pass: it runs what it was given, and sees to the rest.
 
-    __slots__ = (
-        "_ahead",
-        "_answers",
-        "_asked",
-        "_asker",
-        "_context",
-        "_desk",
-        "_leaving",
-        "_ready",
-        "_record",
-        "_trip",
-        "held",
-        "parked",
-    )
+    What most rounds do not need is made when it is.
+    """
+
+    parked: Collection[int] = ()
+    """Workers that have parked something."""
+    _ahead: dict[int, Ahead] | None = None  # what strands have seen to
+    _answers: SimpleQueue[tuple[int, CallFuture]] | None = None
 
     def __init__(
         self, desk: Desk, context: Context, record: Record, trip: Trip, asker: int = -1
     ) -> None:
-        self.held: list[Plain] = []
-        """What there is for the asker."""
-        self.parked: set[int] = set()
-        """Workers that have parked something."""
         self._desk = desk
         self._context = context
         self._record = record
         self._trip = trip
         self._asker = asker
-        self._ahead: dict[int, list[Leaf]] = {}  # what strands have seen to
-        self._ready: list[tuple[int, Strand, list[Tensor | None]]] = []
-        self._leaving: dict[int, list[Plain]] = {}
+        self._ready: list[tuple[int, Strand | BareStrand, list[Tensor | None]]] = []
+        self._leaving: dict[int, list[Plain]] = {}  # for the asker, too
         self._asked: list[int] = []  # workers that owe an answer
-        self._answers: SimpleQueue[tuple[int, CallFuture]] | None = None
 
-    def lead(self, strand: Strand, roots: Sequence[Tensor]) -> None:
+    def lead(self, reach: Reach, roots: Sequence[Tensor]) -> None:
         """Run the pass from its roots."""
         gradients = [torch.ones_like(root) for root in roots]
         flags = self._trip.flags
-        self._sort(strand.run_from(self._context, roots, gradients, flags))
+        self._sort(reach.run_from(self._context, tuple(roots), gradients, flags))
         self._go_on()
 
-    def answer(self, arrived: Iterable[Plain]) -> None:
-        """Run what arrived, and all that follows."""
+    def answer(self, arrived: Iterable[Plain]) -> Sequence[Plain]:
+        """Run what arrived, and all that follows; what there is for the asker."""
         self._take(self._asker, arrived)
         self._go_on()
+        return self._leaving.get(self._asker, ())
 
     def abandon(self, failed: Failed) -> None:
         """The pass has failed: those who are still at work for us need not be.
@@ -123,69 +109,75 @@ class Round:
             message = messages.Abort(context, number, messages.pack(failed))
             self._desk.tell(worker, message)
 
-    def _take(self, sender: int, arrived: Iterable[Plain]) -> None:
-        record = self._record
-        if self._is_over():
-            self._stop()
-        is_simple = record.is_simple and self._trip.depth < _DEEPEST
-        for number, gradients in arrived:
-            deliveries.check(self._context, sender, number, gradients)
-            if number in record.ran or number in record.parked:
-                continue  # it came twice
-            strand = record.strands.get(number) if is_simple else None
-            if strand is None:
-                record.parked[number] = tuple(gradients)
-                self.parked.add(self._desk.me)
-            else:
-                record.ran.add(number)
-                self._ready.append((number, strand, list(gradients)))
-
     def _go_on(self) -> None:
         """Run what is ready, and what follows from it, here and elsewhere."""
-        flags = self._trip.flags
-        while True:
-            while self._ready:
-                number, strand, gradients = self._ready.pop()
-                ahead = self._ahead.pop(number, None)
-                found = strand.run(self._context, gradients, flags, ahead)
+        context, record, ready = self._context, self._record, self._ready
+        while record.failed is None and not context.is_released:
+            if ready:
+                number, strand, gradients = ready.pop()
+                ahead = None if self._ahead is None else self._ahead.get(number)
+                found = strand.run(context, gradients, self._trip.flags, ahead)
                 if found:
                     self._sort(found)
-            if self._is_over():
-                self._stop()
-            leaving = self._leaving
-            if not leaving and not self._asked:
-                return
-            self._leaving = {}
-            if self.held:  # it need not wait for others
-                leaving[self._asker], self.held = self.held, []
-            if len(leaving) == 1 and not self._asked:
-                self._hear(*self._ask(*leaving.popitem()))
+            elif self._asked or len(self._leaving) > (self._asker in self._leaving):
+                self._hear(*self._ask())
             else:
-                for to, plain in leaving.items():
-                    self._post(to, plain)
-                self._hear(*self._next_answer())
+                return
+        self._stop()
+
+    def _take(self, sender: int, arrived: Iterable[Plain]) -> None:
+        """See what the gradients that came are for."""
+        record = self._record
+        given, strands = record.given, record.strands
+        is_simple = record.is_simple and self._trip.depth < _DEEPEST
+        for number, gradients in arrived:
+            strand = strands.get(number, sender, len(gradients)) if is_simple else None
+            if strand is None:
+                self._park(sender, number, gradients)
+            elif number not in given:  # or it came twice
+                given[number] = None
+                self._ready.append((number, strand, [*gradients]))
+
+    def _park(
+        self, sender: int, number: int, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Keep gradients for whoever goes on."""
+        if self._is_over():
+            self._stop()
+        deliveries.check(self._context, sender, number, gradients)
+        if number not in self._record.given:
+            self._record.given[number] = tuple(gradients)
+            self._note_parked((self._desk.me,))
 
     def _sort(self, found: Found) -> None:
         """See where the gradients of recvs have to go."""
-        me = self._desk.me
         for recv, gradients in found:
             bare = deliveries.bare(gradients)
             if bare is None:
                 continue
-            self._record.gone.add(recv.id)
-            plain = (recv.id, bare)
-            to = recv.worker
-            if to == self._asker:
-                self.held.append(plain)
-            elif to == me:
-                self._take(me, (plain,))
+            number, to = recv.id, recv.worker
+            self._record.gone.append(number)
+            if to == self._desk.me:
+                self._take(to, ((number, bare),))
+            elif to in self._leaving:
+                self._leaving[to].append((number, bare))
             else:
-                self._leaving.setdefault(to, []).append(plain)
+                self._leaving[to] = [(number, bare)]
+
+    def _note_parked(self, workers: Iterable[int]) -> None:
+        self.parked = {*self.parked, *workers}
 
     # Asking others
 
-    def _ask(self, to: int, leaving: Sequence[Plain]) -> tuple[int, Any]:
-        message = messages.direct(self._trip, leaving)
+    def _ask(self) -> tuple[int, Any]:
+        """Send what leaves, that for the asker with it; a worker that has answered, and what."""
+        leaving, self._leaving = self._leaving, {}
+        if len(leaving) > 1 or self._asked:
+            for to, plain in leaving.items():
+                self._post(to, plain)
+            return self._next_answer()
+        ((to, plain),) = leaving.items()
+        message = messages.direct(self._trip, plain)
         self._asked.append(to)
         try:
             return to, self._desk.ask(to, message, self._is_over, self._look_ahead)
@@ -197,9 +189,10 @@ class Round:
         bare = self._record.strands.bare()
         if len(bare) > _MOST_AHEAD:
             return  # most of them may have no part in this pass
+        ahead = self._ahead = self._ahead or {}
         for number, strand in bare:
-            if number not in self._record.ran and number not in self._ahead:
-                self._ahead[number] = strand.look_ahead()
+            if number not in self._record.given and number not in ahead:
+                ahead[number] = strand.look_ahead()
 
     def _post(self, to: int, leaving: Sequence[Plain]) -> None:
         if self._answers is None:
@@ -227,7 +220,8 @@ class Round:
         if isinstance(followed, Failed):
             raise Failing(followed)
         found, parked = followed
-        self.parked.update(parked)
+        if parked:
+            self._note_parked(parked)
         self._take(worker, found)
 
     def _is_over(self) -> bool:

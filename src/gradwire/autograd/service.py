@@ -8,7 +8,7 @@ contexts everywhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,6 +56,7 @@ from .messages import (
 from .parts import Part
 from .releases import Releases
 from .rounds import Failing
+from .strands import Strands, strands_of
 
 log = logging.getLogger("gradwire")
 
@@ -168,14 +169,16 @@ class Autograd:
         context = self.contexts.get(context_id)
         check_roots(roots)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
-        number, since = context.begin_pass(self._passes)
+        with context.lock:
+            number, since = context.begin_pass(self._passes)
+            strands = strands_of(context)
         trip = Trip(context.id, number, flags | anomaly.flags(), since)
         try:
             if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
                 with record_function("torch::distributed::autograd::backward"):
                     self._lead(context, trip.about, Start(roots, [None] * len(roots)))
                 return
-            parked = self._lead_directly(context, trip, roots)
+            parked = self._lead_directly(context, trip, strands, roots)
             if parked is None:
                 self._lead(context, trip.about, Start(roots, [None] * len(roots)))
             elif parked:
@@ -223,10 +226,10 @@ class Autograd:
         return found
 
     def _lead_directly(
-        self, context: Context, trip: Trip, roots: Sequence[Tensor]
-    ) -> set[int] | None:
+        self, context: Context, trip: Trip, strands: Strands, roots: Sequence[Tensor]
+    ) -> Collection[int] | None:
         try:
-            return self._direct.lead(context, trip, roots)
+            return self._direct.lead(context, trip, strands, roots)
         except Failing as error:
             failed, cause = error.failed, error.__cause__
         raise self._error(failed, cause)

@@ -11,114 +11,162 @@ still running; and what a pass costs besides does not matter there.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from . import engine, hooks, replicas
-from .contexts import Context
-from .gradients import Leaf, keep, look_at
+from .contexts import Context, owner
+from .gradients import Leaf, are_plain, keep, keep_fresh, look_at
 from .graph import SMALL, walk
+from .messages import ACCUMULATE
 from .nodes import Crossing, Gradients, Send
 
-Found = list[tuple[Crossing, Gradients]]
+Found = Sequence[tuple[Crossing, Gradients]]
 """The gradients of recvs."""
 
 
-class Strand:
-    """What one source reaches: leaves and recvs, given by their nodes."""
+class Ahead(NamedTuple):
+    """What can be seen to before gradients come: leaves, and their tensors if all are plain."""
 
-    __slots__ = ("_ends", "_inputs", "_leaves", "contexts", "recvs")
+    leaves: Sequence[Leaf]
+    plain: Sequence[Tensor]
+
+
+class Reach:
+    """What some sources reach: leaves and recvs, given by their nodes."""
+
+    __slots__ = ("_inputs", "_leaves", "_parts", "is_foreign")
 
     def __init__(
-        self, ends: Sequence[Any], leaves: Collection[Any], recvs: Sequence[Any]
+        self, context: int, leaves: Collection[Any], recvs: Iterable[Any]
     ) -> None:
-        self.recvs: list[Crossing] = []
-        self.contexts: set[int] = set()
-        """Those in which what it begins with arrived; one, if all is right."""
-        self._ends = [GradientEdge(*end) for end in ends]  # where gradients go in
+        self.is_foreign = False
+        """Some of it arrived in another context."""
         self._leaves = leaves
+        self._parts: list[tuple[Crossing, slice]] = []  # of what the engine finds
         inputs = [GradientEdge(node, 0) for node in leaves] if leaves else []
         for node in recvs:
             crossing = node.crossing
-            self.recvs.append(crossing)
-            self.contexts.add(crossing.context)
+            at = len(inputs)
             for index in range(crossing.count):
                 inputs.append(GradientEdge(node, index))
+            self._parts.append((crossing, slice(at, at + crossing.count)))
+            if crossing.context != context:
+                self.is_foreign = True
         self._inputs = tuple(inputs)
 
-    def run(
+    def is_hooked(self) -> bool:
+        """Whether users have put hooks on nodes of recvs, which are not run here."""
+        return any(recv.is_hooked for recv, _ in self._parts)
+
+    def run_from(
         self,
         context: Context,
-        gradients: list[Tensor | None],
+        ends: tuple[GradientEdge | Tensor, ...],
+        gradients: list[Any],
         flags: int,
-        ahead: list[Leaf] | None = None,
     ) -> Found:
         """Run it, and keep the gradients of its leaves; those of its recvs. Empties the list.
 
         Raises:
             Exception: whatever a backward or a hook raises.
         """
-        ends, given = [], []
-        for end, gradient in zip(self._ends, gradients, strict=True):
-            if gradient is not None:
-                ends.append(end)
-                given.append(gradient)
-        gradient = None
-        gradients.clear()
-        return self.run_from(context, ends, given, flags) if ends else []
-
-    def run_from(
-        self,
-        context: Context,
-        ends: Sequence[GradientEdge | Tensor],
-        gradients: list[Tensor],
-        flags: int,
-    ) -> Found:
-        """As `run`, from these ends of it."""
         if not self._inputs:
-            return []
+            return ()
         captured = engine.call(ends, gradients, self._inputs, flags)
-        at = count = len(self._leaves)
         found = []
-        for recv in self.recvs:
-            found.append((recv, captured[at : at + recv.count]))
-            at += recv.count
-        if count:
-            of_leaves = list(captured[:count])
+        for recv, part in self._parts:
+            found.append((recv, captured[part]))
+        if self._leaves:
+            of_leaves = list(captured[: len(self._leaves)])
             del captured  # what nobody else has need not be copied
             keep(context, look_at(self._leaves), of_leaves, flags)
         return found
 
 
-class BareStrand(Strand):
-    """Leaves that were sent as they are, each once: that needs no engine."""
+class Strand(Reach):
+    """What a send reaches."""
 
-    __slots__ = ("_send",)
+    __slots__ = ("_ends", "crossing")
 
-    def __init__(self, send: Send) -> None:
-        super().__init__((), (), ())
-        self._send = send
+    def __init__(
+        self, send: Send, leaves: Collection[Any], recvs: Iterable[Any]
+    ) -> None:
+        super().__init__(send.crossing.context, leaves, recvs)
+        self.crossing = send.crossing
+        self._ends = tuple([GradientEdge(*edge) for edge in send.edges])
 
-    def look_ahead(self) -> list[Leaf]:
-        """What can be seen to before the gradients come, for `run`."""
-        return look_at([node for node, _ in self._send.edges])
+    def is_hooked(self) -> bool:
+        return self.crossing.is_hooked or super().is_hooked()
 
     def run(
         self,
         context: Context,
         gradients: list[Tensor | None],
         flags: int,
-        ahead: list[Leaf] | None = None,
+        ahead: Ahead | None = None,
     ) -> Found:
-        leaves = self.look_ahead() if ahead is None else ahead
-        if not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:
+        """Run it from what lies behind the send, as `run_from`."""
+        for gradient in gradients:
+            if gradient is None:
+                return self._run_from_some(context, gradients, flags)
+        gradient = None  # or it would be held
+        return self.run_from(context, self._ends, gradients, flags)
+
+    def _run_from_some(
+        self, context: Context, gradients: list[Tensor | None], flags: int
+    ) -> Found:
+        ends = zip(self._ends, gradients, strict=True)
+        found = tuple([end for end, gradient in ends if gradient is not None])
+        gradients[:] = [gradient for gradient in gradients if gradient is not None]
+        return self.run_from(context, found, gradients, flags) if found else ()
+
+
+class BareStrand:
+    """Leaves that were sent as they are, each once: that needs no engine."""
+
+    __slots__ = ("_send", "crossing")
+
+    def __init__(self, send: Send) -> None:
+        self.crossing = send.crossing
+        self._send = send
+
+    def is_hooked(self) -> bool:
+        return self.crossing.is_hooked
+
+    def look_ahead(self) -> Ahead:
+        """What can be seen to before the gradients come, for `run`."""
+        leaves = look_at([node for node, _ in self._send.edges])
+        is_plain = are_plain(leaves) and not self._is_to_itself()
+        return Ahead(leaves, [leaf.tensor for leaf in leaves] if is_plain else ())
+
+    def run(
+        self,
+        context: Context,
+        gradients: list[Tensor | None],
+        flags: int,
+        ahead: Ahead | None = None,
+    ) -> Found:
+        """Keep the gradients. Empties the list.
+
+        Raises:
+            Exception: whatever a hook raises.
+        """
+        leaves, plain = ahead or self.look_ahead()
+        if plain and not flags & ACCUMULATE:
+            keep_fresh(context, plain, gradients)
+        elif not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:
             keep(context, leaves, gradients, flags)
-            return []
-        edges = self._send.edges
-        strand = Strand(edges, {node for node, _ in edges}, ())
-        return strand.run(context, gradients, flags)
+        else:
+            nodes = {node for node, _ in self._send.edges}
+            Strand(self._send, nodes, ()).run(context, gradients, flags)
+        return ()
+
+    def _is_to_itself(self) -> bool:
+        """Whether a worker has sent them to itself: what comes back is nothing of its own."""
+        return owner(self.crossing.id) == self.crossing.worker
 
 
 class Strands:
@@ -127,19 +175,24 @@ class Strands:
     def __init__(self, context: int) -> None:
         self.sends: dict[int, Send] = {}
         """What they were found for."""
+        self._context = context
         self._owner: dict[Any, int] = {}
-        self._strands: dict[int, Strand] = {}
+        self._strands: dict[int, Strand | BareStrand] = {}
         # Leaves, each with its node or a send of it; those that several sends reach.
         self._leaves: dict[int, Any] = {}
         self._shared: dict[int, Any] = {}
-        self._contexts = {context}  # those in which something in it arrived
-        self._has_replicas = False
+        self._is_foreign = False  # something in it arrived in another context
+        self._is_odd = False  # so, or it is large, or has replicas in it
 
     def add(self, send: Send) -> None:
         """Have one more."""
+        self.sends[send.crossing.id] = send
+        self._look_at(send)
+        is_large = len(self._owner) > SMALL
+        self._is_odd = is_large or self._is_foreign or bool(replicas.known())
+
+    def _look_at(self, send: Send) -> None:
         number = send.crossing.id
-        self.sends[number] = send
-        self._has_replicas = bool(replicas.known())
         if send.leaves:
             leaves: dict[int, Any] = {id(leaf): send for leaf in send.leaves}
             if len(leaves) == len(send.leaves):
@@ -153,9 +206,8 @@ class Strands:
         for other in links:
             self._strands.pop(other, None)
         if not links:
-            strand = Strand(send.edges, nodes, recvs)
-            self._strands[number] = strand
-            self._contexts |= strand.contexts
+            strand = self._strands[number] = Strand(send, nodes, recvs)
+            self._is_foreign |= strand.is_foreign
 
     def _note(self, leaves: dict[int, Any]) -> None:
         if leaves:
@@ -165,25 +217,30 @@ class Strands:
 
     def are_simple(self) -> bool:
         """Whether they can be run one by one, as far as size and leaves are concerned."""
-        if len(self._owner) > SMALL or len(self._contexts) > 1 or self._has_replicas:
+        if self._is_odd:
             return False
         return not self._shared or not _is_any_joint(self._shared)
 
-    def get(self, number: int) -> Strand | None:
-        """The strand of a send; None: it is not that simple."""
+    def get(self, number: int, sender: int, count: int) -> Strand | BareStrand | None:
+        """The strand of a send, if so many gradients of this worker can be for it.
+
+        None: they cannot, or it is not that simple.
+        """
         strand = self._strands.get(number)
-        if hooks.on_crossings and strand is not None:
-            crossings = (*strand.recvs, self.sends[number].crossing)
-            return None if _have_hooks(crossings) else strand
-        return strand
+        if strand is None:
+            return None
+        crossing = strand.crossing
+        if crossing.worker != sender or crossing.count != count:
+            return None
+        return None if hooks.on_crossings and strand.is_hooked() else strand
 
     def bare(self) -> Sequence[tuple[int, BareStrand]]:
         """Those that something can be seen to ahead of their gradients, by their sends."""
         strands = list(self._strands.items())  # in one step: others may add some
         return [(n, strand) for n, strand in strands if isinstance(strand, BareStrand)]
 
-    def of_roots(self, roots: Sequence[Tensor]) -> Strand | None:
-        """What roots reach, as one strand; None: it is not that simple."""
+    def of_roots(self, roots: Sequence[Tensor]) -> Reach | None:
+        """What roots reach; None: it is not that simple."""
         owner: dict[Any, int] = {}
         nodes: set[Any] = set()
         recvs: list[Any] = []
@@ -193,17 +250,20 @@ class Strands:
             recvs += found
         if len(owner) > SMALL or not owner.keys().isdisjoint(self._owner):
             return None
-        if nodes:
-            if replicas.known():
-                return None
-            leaves = _leaves_of(nodes)
-            shared = {n: node for n, node in leaves.items() if n in self._leaves}
-            if shared and _is_any_joint(shared):
-                return None
-        strand = Strand((), nodes, recvs)
-        if not strand.contexts <= self._contexts:
+        if nodes and self._are_joint(nodes):
             return None
-        return None if hooks.on_crossings and _have_hooks(strand.recvs) else strand
+        reach = Reach(self._context, nodes, recvs)
+        if reach.is_foreign or (hooks.on_crossings and reach.is_hooked()):
+            return None
+        return reach
+
+    def _are_joint(self, nodes: Iterable[Any]) -> bool:
+        """Whether some leaves, given by their nodes, want what is to come for them with it."""
+        if replicas.known():
+            return True
+        leaves = _leaves_of(nodes)
+        shared = {n: node for n, node in leaves.items() if n in self._leaves}
+        return bool(shared) and _is_any_joint(shared)
 
 
 def _leaves_of(nodes: Iterable[Any]) -> dict[int, Any]:
@@ -219,11 +279,6 @@ def _node(leaf: int, known: Any) -> Any:
     if type(known) is not Send:
         return known
     return next(node for node, _ in known.edges if id(node.variable) == leaf)
-
-
-def _have_hooks(crossings: Iterable[Crossing]) -> bool:
-    """Whether users have put hooks on nodes of sends and recvs, which are not run here."""
-    return any(crossing.is_hooked for crossing in crossings)
 
 
 def strands_of(context: Context) -> Strands:
