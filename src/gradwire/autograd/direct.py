@@ -19,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..errors import GradwireError
@@ -37,6 +38,7 @@ from .messages import (
 from .rounds import Failing, Record, Round
 from .strands import Strands, strands_of
 
+_DEEPEST = 16  # workers that wait for each other, one behind the other
 _PLAIN = RETAIN | ACCUMULATE  # all that may be asked for here
 
 
@@ -65,7 +67,8 @@ class DirectPasses:
         context.records[number] = record
         current = Round(self._desk, context, record, trip)
         try:
-            current.lead(reach, roots)
+            current.run(reach, (*roots,), [*map(torch.ones_like, roots)])
+            current.follow(self._desk.me, [])
         except Failing as error:
             current.abandon(error.failed)
             raise
@@ -94,8 +97,12 @@ class DirectPasses:
             return None
         current = Round(self._desk, context, record, trip, sender)
         try:
-            held = current.answer(arrived)
-            return pack_followed(held, current.parked)
+            if record.is_simple and trip.depth < _DEEPEST:
+                current.follow(sender, arrived)
+            else:
+                for number, gradients in arrived:
+                    current.park(sender, number, gradients)
+            return pack_followed(current.leaving.get(sender, ()), current.parked)
         except Failing as error:
             failed = error.failed
         except Exception as error:  # noqa: BLE001 user code

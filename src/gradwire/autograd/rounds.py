@@ -7,8 +7,8 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from ..errors import CallTimeout
 from ..rpc.futures import CallFuture
@@ -16,9 +16,8 @@ from . import deliveries, messages
 from .contexts import Context, unknown
 from .desk import Desk
 from .messages import Failed, Plain, Trip
-from .strands import Ahead, BareStrand, Found, Reach, Strand, Strands
+from .strands import Ahead, BareStrand, Reach, Strands
 
-_DEEPEST = 16  # workers that wait for each other, one behind the other
 _MOST_AHEAD = 8  # strands
 _NAP = 0.05  # seconds between looks at whether the pass has failed elsewhere
 
@@ -62,40 +61,79 @@ class Record:
 
 
 class Round:
-    """What one thread does in a direct pass: it runs what it was given, and sees to the rest.
-
-    What most rounds do not need is made when it is.
-    """
+    """What one thread does in a direct pass: it runs what it was given, and sees to the rest."""
 
     parked: Collection[int] = ()
     """Workers that have parked something."""
-    _ahead: dict[int, Ahead] | None = None  # what strands have seen to
     _answers: SimpleQueue[tuple[int, CallFuture]] | None = None
 
     def __init__(
         self, desk: Desk, context: Context, record: Record, trip: Trip, asker: int = -1
     ) -> None:
+        self.leaving: dict[int, list[Plain]] = {}
+        """By worker; in the end, what there is for the asker."""
         self._desk = desk
         self._context = context
         self._record = record
         self._trip = trip
         self._asker = asker
-        self._ready: list[tuple[int, Strand | BareStrand, list[Tensor | None]]] = []
-        self._leaving: dict[int, list[Plain]] = {}  # for the asker, too
+        self._ahead: dict[int, Ahead] = {}  # what strands have seen to
         self._asked: list[int] = []  # workers that owe an answer
 
-    def lead(self, reach: Reach, roots: Sequence[Tensor]) -> None:
-        """Run the pass from its roots."""
-        gradients = [torch.ones_like(root) for root in roots]
-        flags = self._trip.flags
-        self._sort(reach.run_from(self._context, tuple(roots), gradients, flags))
-        self._go_on()
+    def run(
+        self,
+        reach: Reach,
+        ends: tuple[Tensor | GradientEdge, ...],
+        gradients: list[Any],
+    ) -> None:
+        """Run what is reached from these ends, and see where its gradients have to go."""
+        captured = reach.run(self._context, ends, gradients, self._trip.flags)
+        at = 0
+        for recv in reach.recvs:
+            end = at + recv.count
+            bare = deliveries.bare(captured[at:end])
+            at = end
+            if bare is not None:
+                number, to = recv.id, recv.worker
+                self._record.gone.append(number)
+                if to in self.leaving:
+                    self.leaving[to].append((number, bare))
+                else:
+                    self.leaving[to] = [(number, bare)]
 
-    def answer(self, arrived: Iterable[Plain]) -> Sequence[Plain]:
-        """Run what arrived, and all that follows; what there is for the asker."""
-        self._take(self._asker, arrived)
-        self._go_on()
-        return self._leaving.get(self._asker, ())
+    def follow(self, sender: int, arrived: list[Plain]) -> None:
+        """Run what came from a worker, and all that follows from it. Empties the list."""
+        record, context, leaving = self._record, self._context, self.leaving
+        given = record.given
+        while record.failed is None and not context.is_released:
+            if arrived:
+                number, gradients = arrived.pop()
+                strand = record.strands.get(number, sender, len(gradients))
+                if strand is None:
+                    self.park(sender, number, gradients)
+                elif number not in given:  # or it came twice
+                    given[number] = None
+                    gradients = [*gradients]  # nobody else has them now
+                    if isinstance(strand, BareStrand):
+                        strand.keep(context, gradients, self._trip.flags, self._ahead)
+                    else:
+                        self.run(strand, strand.ends(gradients), gradients)
+            elif self._asked or len(leaving) > (self._asker in leaving):
+                sender, arrived = self._ask()
+            else:
+                return
+        self._stop()
+
+    def park(
+        self, sender: int, number: int, gradients: Sequence[Tensor | None]
+    ) -> None:
+        """Keep gradients for whoever goes on."""
+        if self._is_over():
+            self._stop()
+        deliveries.check(self._context, sender, number, gradients)
+        if number not in self._record.given:
+            self._record.given[number] = tuple(gradients)
+            self._note_parked((self._desk.me,))
 
     def abandon(self, failed: Failed) -> None:
         """The pass has failed: those who are still at work for us need not be.
@@ -109,90 +147,48 @@ class Round:
             message = messages.Abort(context, number, messages.pack(failed))
             self._desk.tell(worker, message)
 
-    def _go_on(self) -> None:
-        """Run what is ready, and what follows from it, here and elsewhere."""
-        context, record, ready = self._context, self._record, self._ready
-        while record.failed is None and not context.is_released:
-            if ready:
-                number, strand, gradients = ready.pop()
-                ahead = None if self._ahead is None else self._ahead.get(number)
-                found = strand.run(context, gradients, self._trip.flags, ahead)
-                if found:
-                    self._sort(found)
-            elif self._asked or len(self._leaving) > (self._asker in self._leaving):
-                self._hear(*self._ask())
-            else:
-                return
-        self._stop()
-
-    def _take(self, sender: int, arrived: Iterable[Plain]) -> None:
-        """See what the gradients that came are for."""
-        record = self._record
-        given, strands = record.given, record.strands
-        is_simple = record.is_simple and self._trip.depth < _DEEPEST
-        for number, gradients in arrived:
-            strand = strands.get(number, sender, len(gradients)) if is_simple else None
-            if strand is None:
-                self._park(sender, number, gradients)
-            elif number not in given:  # or it came twice
-                given[number] = None
-                self._ready.append((number, strand, [*gradients]))
-
-    def _park(
-        self, sender: int, number: int, gradients: Sequence[Tensor | None]
-    ) -> None:
-        """Keep gradients for whoever goes on."""
-        if self._is_over():
-            self._stop()
-        deliveries.check(self._context, sender, number, gradients)
-        if number not in self._record.given:
-            self._record.given[number] = tuple(gradients)
-            self._note_parked((self._desk.me,))
-
-    def _sort(self, found: Found) -> None:
-        """See where the gradients of recvs have to go."""
-        for recv, gradients in found:
-            bare = deliveries.bare(gradients)
-            if bare is None:
-                continue
-            number, to = recv.id, recv.worker
-            self._record.gone.append(number)
-            if to == self._desk.me:
-                self._take(to, ((number, bare),))
-            elif to in self._leaving:
-                self._leaving[to].append((number, bare))
-            else:
-                self._leaving[to] = [(number, bare)]
-
     def _note_parked(self, workers: Iterable[int]) -> None:
         self.parked = {*self.parked, *workers}
 
     # Asking others
 
-    def _ask(self) -> tuple[int, Any]:
-        """Send what leaves, that for the asker with it; a worker that has answered, and what."""
-        leaving, self._leaving = self._leaving, {}
-        if len(leaving) > 1 or self._asked:
-            for to, plain in leaving.items():
-                self._post(to, plain)
-            return self._next_answer()
-        ((to, plain),) = leaving.items()
-        message = messages.direct(self._trip, plain)
-        self._asked.append(to)
+    def _ask(self) -> tuple[int, list[Plain]]:
+        """Send what leaves, that for the asker with it; what came from whom."""
+        leaving, me = self.leaving, self._desk.me
+        if me in leaving:
+            return me, leaving.pop(me)
+        if len(leaving) == 1 and not self._asked:
+            to, plain = leaving.popitem()
+            answer = self._ask_one(to, messages.direct(self._trip, plain))
+        else:
+            while leaving:
+                self._post(*leaving.popitem())
+            to, answer = self._next_answer()
+        followed = messages.unpack_followed(answer)
+        if isinstance(followed, Failed):
+            raise Failing(followed)
+        found, parked = followed
+        if parked:
+            self._note_parked(parked)
+        return to, [*found]
+
+    def _ask_one(self, to: int, message: Any) -> Any:
         try:
-            return to, self._desk.ask(to, message, self._is_over, self._look_ahead)
-        except CallTimeout:
-            self._stop()
+            return self._desk.ask(to, message, self._is_over, self._look_ahead)
+        except BaseException as error:
+            self._asked.append(to)
+            if isinstance(error, CallTimeout):
+                self._stop()
+            raise
 
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""
         bare = self._record.strands.bare()
         if len(bare) > _MOST_AHEAD:
             return  # most of them may have no part in this pass
-        ahead = self._ahead = self._ahead or {}
         for number, strand in bare:
-            if number not in self._record.given and number not in ahead:
-                ahead[number] = strand.look_ahead()
+            if number not in self._record.given and number not in self._ahead:
+                self._ahead[number] = strand.look_ahead()
 
     def _post(self, to: int, leaving: Sequence[Plain]) -> None:
         if self._answers is None:
@@ -212,17 +208,8 @@ class Round:
                 if self._is_over():
                     self._stop()
                 continue
+            self._asked.remove(worker)
             return worker, future.value()
-
-    def _hear(self, worker: int, answer: Any) -> None:
-        self._asked.remove(worker)
-        followed = messages.unpack_followed(answer)
-        if isinstance(followed, Failed):
-            raise Failing(followed)
-        found, parked = followed
-        if parked:
-            self._note_parked(parked)
-        self._take(worker, found)
 
     def _is_over(self) -> bool:
         return self._record.failed is not None or self._context.is_released

@@ -8,7 +8,7 @@ contexts everywhere.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -56,7 +56,7 @@ from .messages import (
 from .parts import Part
 from .releases import Releases
 from .rounds import Failing
-from .strands import Strands, strands_of
+from .strands import strands_of
 
 log = logging.getLogger("gradwire")
 
@@ -178,13 +178,17 @@ class Autograd:
                 with record_function("torch::distributed::autograd::backward"):
                     self._lead(context, trip.about, Start(roots, [None] * len(roots)))
                 return
-            parked = self._lead_directly(context, trip, strands, roots)
+            parked = self._direct.lead(context, trip, strands, roots)
             if parked is None:
                 self._lead(context, trip.about, Start(roots, [None] * len(roots)))
             elif parked:
                 self._lead(context, trip.about, Start(parked=parked))
+            return
+        except Failing as error:
+            failed, cause = error.failed, error.__cause__
         finally:
             context.led.discard(number)
+        raise self._error(failed, cause)
 
     def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         self,
@@ -224,15 +228,6 @@ class Autograd:
                 "give allow_unused=True"
             )
         return found
-
-    def _lead_directly(
-        self, context: Context, trip: Trip, strands: Strands, roots: Sequence[Tensor]
-    ) -> Collection[int] | None:
-        try:
-            return self._direct.lead(context, trip, strands, roots)
-        except Failing as error:
-            failed, cause = error.failed, error.__cause__
-        raise self._error(failed, cause)
 
     def _lead(
         self, context: Context, about: About, start: Start

@@ -23,9 +23,6 @@ from .graph import SMALL, walk
 from .messages import ACCUMULATE
 from .nodes import Crossing, Gradients, Send
 
-Found = Sequence[tuple[Crossing, Gradients]]
-"""The gradients of recvs."""
-
 
 class Ahead(NamedTuple):
     """What can be seen to before gradients come: leaves, and their tensors if all are plain."""
@@ -37,7 +34,7 @@ class Ahead(NamedTuple):
 class Reach:
     """What some sources reach: leaves and recvs, given by their nodes."""
 
-    __slots__ = ("_inputs", "_leaves", "_parts", "is_foreign")
+    __slots__ = ("_inputs", "_leaves", "is_foreign", "recvs")
 
     def __init__(
         self, context: int, leaves: Collection[Any], recvs: Iterable[Any]
@@ -45,45 +42,42 @@ class Reach:
         self.is_foreign = False
         """Some of it arrived in another context."""
         self._leaves = leaves
-        self._parts: list[tuple[Crossing, slice]] = []  # of what the engine finds
+        self.recvs: list[Crossing] = []
         inputs = [GradientEdge(node, 0) for node in leaves] if leaves else []
         for node in recvs:
             crossing = node.crossing
-            at = len(inputs)
+            self.recvs.append(crossing)
             for index in range(crossing.count):
                 inputs.append(GradientEdge(node, index))
-            self._parts.append((crossing, slice(at, at + crossing.count)))
             if crossing.context != context:
                 self.is_foreign = True
         self._inputs = tuple(inputs)
 
     def is_hooked(self) -> bool:
         """Whether users have put hooks on nodes of recvs, which are not run here."""
-        return any(recv.is_hooked for recv, _ in self._parts)
+        return any(recv.is_hooked for recv in self.recvs)
 
-    def run_from(
+    def run(
         self,
         context: Context,
         ends: tuple[GradientEdge | Tensor, ...],
         gradients: list[Any],
         flags: int,
-    ) -> Found:
-        """Run it, and keep the gradients of its leaves; those of its recvs. Empties the list.
+    ) -> Gradients:
+        """Run it, and keep the gradients of its leaves; those of all its recvs. Empties the list.
 
         Raises:
             Exception: whatever a backward or a hook raises.
         """
-        if not self._inputs:
+        if not self._inputs or not ends:
             return ()
         captured = engine.call(ends, gradients, self._inputs, flags)
-        found = []
-        for recv, part in self._parts:
-            found.append((recv, captured[part]))
-        if self._leaves:
-            of_leaves = list(captured[: len(self._leaves)])
-            del captured  # what nobody else has need not be copied
-            keep(context, look_at(self._leaves), of_leaves, flags)
-        return found
+        count = len(self._leaves)
+        if not count:
+            return captured
+        of_leaves, captured = list(captured[:count]), captured[count:]
+        keep(context, look_at(self._leaves), of_leaves, flags)
+        return captured
 
 
 class Strand(Reach):
@@ -101,27 +95,17 @@ class Strand(Reach):
     def is_hooked(self) -> bool:
         return self.crossing.is_hooked or super().is_hooked()
 
-    def run(
-        self,
-        context: Context,
-        gradients: list[Tensor | None],
-        flags: int,
-        ahead: Ahead | None = None,
-    ) -> Found:
-        """Run it from what lies behind the send, as `run_from`."""
+    def ends(self, gradients: list[Tensor | None]) -> tuple[GradientEdge, ...]:
+        """Where these go in; those that are none are taken out of the list."""
         for gradient in gradients:
             if gradient is None:
-                return self._run_from_some(context, gradients, flags)
-        gradient = None  # or it would be held
-        return self.run_from(context, self._ends, gradients, flags)
-
-    def _run_from_some(
-        self, context: Context, gradients: list[Tensor | None], flags: int
-    ) -> Found:
+                break
+        else:
+            return self._ends
         ends = zip(self._ends, gradients, strict=True)
         found = tuple([end for end, gradient in ends if gradient is not None])
         gradients[:] = [gradient for gradient in gradients if gradient is not None]
-        return self.run_from(context, found, gradients, flags) if found else ()
+        return found
 
 
 class BareStrand:
@@ -142,27 +126,27 @@ class BareStrand:
         is_plain = are_plain(leaves) and not self._is_to_itself()
         return Ahead(leaves, [leaf.tensor for leaf in leaves] if is_plain else ())
 
-    def run(
+    def keep(
         self,
         context: Context,
         gradients: list[Tensor | None],
         flags: int,
-        ahead: Ahead | None = None,
-    ) -> Found:
-        """Keep the gradients. Empties the list.
+        ahead: Mapping[int, Ahead],
+    ) -> None:
+        """Keep the gradients of the leaves.
 
         Raises:
             Exception: whatever a hook raises.
         """
-        leaves, plain = ahead or self.look_ahead()
+        leaves, plain = ahead.get(self.crossing.id) or self.look_ahead()
         if plain and not flags & ACCUMULATE:
             keep_fresh(context, plain, gradients)
         elif not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:
             keep(context, leaves, gradients, flags)
         else:
             nodes = {node for node, _ in self._send.edges}
-            Strand(self._send, nodes, ()).run(context, gradients, flags)
-        return ()
+            strand = Strand(self._send, nodes, ())
+            strand.run(context, strand.ends(gradients), gradients, flags)
 
     def _is_to_itself(self) -> bool:
         """Whether a worker has sent them to itself: what comes back is nothing of its own."""
@@ -242,9 +226,8 @@ class Strands:
     def of_roots(self, roots: Sequence[Tensor]) -> Reach | None:
         """What roots reach; None: it is not that simple."""
         owner: dict[Any, int] = {}
-        nodes: set[Any] = set()
-        recvs: list[Any] = []
-        for root in roots:
+        nodes, recvs, _ = walk(roots[0].grad_fn, 0, owner, SMALL)
+        for root in roots[1:]:
             more, found, _ = walk(root.grad_fn, 0, owner, SMALL)
             nodes |= more
             recvs += found
