@@ -10,23 +10,39 @@ from torch import Tensor
 from ..errors import GradwireError
 
 
+def check_backward(context_id: Any, roots: Any) -> None:
+    """Refuse what no backward pass can be begun with.
+
+    Raises:
+        TypeError, GradwireError: as the two below, which are only called to say what is wrong.
+    """
+    if type(context_id) is int and isinstance(roots, (list, tuple)) and roots:
+        for root in roots:
+            if (
+                not isinstance(root, Tensor)
+                or root.grad_fn is None
+                or root.numel() != 1
+            ):
+                break
+        else:
+            return
+    check_call("backward", context_id, roots)
+    check_roots(roots)
+
+
 def check_call(name: str, context_id: Any, tensors: Any) -> None:
     """Refuse what no pass can be begun with.
 
     Raises:
         TypeError: the id is no number, or these are no tensors.
     """
-    is_id = isinstance(context_id, int) and type(context_id) is not bool
-    if is_id and isinstance(tensors, (list, tuple)):
-        for tensor in tensors:
-            if not isinstance(tensor, Tensor):
-                break
-        else:
-            return
-    raise TypeError(
-        f"{name}(): incompatible function arguments: give the id of a context and a "
-        f"list of tensors, not {context_id!r} and {tensors!r}"
-    )
+    is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
+    is_list = isinstance(tensors, (list, tuple))
+    if not is_id or not is_list or [t for t in tensors if not isinstance(t, Tensor)]:
+        raise TypeError(
+            f"{name}(): incompatible function arguments: give the id of a context and a "
+            f"list of tensors, not {context_id!r} and {tensors!r}"
+        )
 
 
 def check_roots(roots: Sequence[Tensor]) -> None:
@@ -38,8 +54,6 @@ def check_roots(roots: Sequence[Tensor]) -> None:
     if not roots:
         raise GradwireError("No tensors provided for gradient computation.")
     for index, root in enumerate(roots):
-        if root.grad_fn is not None and root.numel() == 1:
-            continue
         if not root.requires_grad:
             raise GradwireError(f"requires_grad not set on root {index}")
         if root.numel() != 1:

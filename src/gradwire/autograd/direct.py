@@ -39,7 +39,7 @@ from .rounds import Failing, Record, Round
 from .strands import Strands, strands_of
 
 _DEEPEST = 16  # workers that wait for each other, one behind the other
-_PLAIN = RETAIN | ACCUMULATE  # all that may be asked for here
+_OTHERS = ~(RETAIN | ACCUMULATE)  # flags that may not be set here
 
 
 class DirectPasses:
@@ -58,7 +58,7 @@ class DirectPasses:
             Failing: it failed; the cause is the error, if that was here.
         """
         record = Record(strands)
-        if trip.flags & ~_PLAIN or not record.is_simple:
+        if trip.flags & _OTHERS or not record.is_simple:
             return None
         reach = strands.of_roots(roots)
         if reach is None:
@@ -80,8 +80,7 @@ class DirectPasses:
             if record.failed is None and not current.parked:
                 context.records.pop(number, None)
             else:
-                with context.lock:
-                    record.running -= 1
+                record.running.pop()
         return current.parked
 
     def answer(self, sender: int, message: Direct) -> Any:
@@ -108,8 +107,7 @@ class DirectPasses:
         except Exception as error:  # noqa: BLE001 user code
             failed = self._describe(error)
         finally:
-            with context.lock:
-                record.running -= 1
+            record.running.pop()
         current.abandon(failed)
         return pack(failed)
 
@@ -124,7 +122,7 @@ class DirectPasses:
                 raise unknown(context.id)
             record: Record | None = context.records.get(number)
             if record is not None:
-                record.running += 1
+                record.running.append(True)
             elif not context.has_ended(number):
                 if context.records:
                     context.forget_records(number, since)

@@ -28,7 +28,9 @@ from .nodes import TOKEN, Crossing, Gradients, Run, here
 
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 _KEEPS_GRAPH = RETAIN | CREATE
-_run_backward = torch.autograd.Variable._execution_engine.run_backward
+_run_backward: Callable[..., Gradients] = (
+    torch.autograd.Variable._execution_engine.run_backward
+)
 
 
 class Start(NamedTuple):
@@ -142,12 +144,12 @@ def call(
     Raises:
         Exception: whatever a node's backward raises.
     """
-    given = tuple(gradients)
+    given = (*gradients,)
     gradients.clear()
     runs = here.runs
     runs.append(run)
     try:
-        captured: Gradients = _run_backward(
+        return _run_backward(
             outputs,
             given,
             flags & _KEEPS_GRAPH,
@@ -158,7 +160,6 @@ def call(
         )
     finally:
         runs.pop()
-    return captured
 
 
 def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:

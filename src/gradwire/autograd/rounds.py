@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any, NoReturn
@@ -14,6 +14,7 @@ from ..errors import CallTimeout
 from ..rpc.futures import CallFuture
 from . import deliveries, messages
 from .contexts import Context, unknown
+from .deliveries import bare
 from .desk import Desk
 from .messages import Failed, Plain, Trip
 from .strands import Ahead, BareStrand, Reach, Strands
@@ -33,8 +34,6 @@ class Failing(Exception):
 class Record:
     """What a direct pass has done on one worker, should the full protocol have to go on from it."""
 
-    running = 1
-    """Threads."""
     failed: Failed | None = None
     """Why it is over. Whoever stops because of it says so: its asker may not know."""
 
@@ -45,6 +44,8 @@ class Record:
         """How many sends there were when it began here; later ones are no part of it."""
         self.given: dict[int, Sequence[Tensor | None] | None] = {}
         """The sends that gradients came for, and these, if they are still to be run."""
+        self.running = [True]
+        """One for each thread: that is changed in one step, and needs no lock."""
         self.gone: list[int] = []
         """The recvs whose gradients have left."""
 
@@ -65,6 +66,7 @@ class Round:
 
     parked: Collection[int] = ()
     """Workers that have parked something."""
+    _ahead: Mapping[int, Ahead] = {}  # what strands have seen to
     _answers: SimpleQueue[tuple[int, CallFuture]] | None = None
 
     def __init__(
@@ -77,7 +79,6 @@ class Round:
         self._record = record
         self._trip = trip
         self._asker = asker
-        self._ahead: dict[int, Ahead] = {}  # what strands have seen to
         self._asked: list[int] = []  # workers that owe an answer
 
     def run(
@@ -91,15 +92,12 @@ class Round:
         at = 0
         for recv in reach.recvs:
             end = at + recv.count
-            bare = deliveries.bare(captured[at:end])
+            found = bare(captured[at:end])
             at = end
-            if bare is not None:
-                number, to = recv.id, recv.worker
+            if found is not None:
+                number = recv.id
                 self._record.gone.append(number)
-                if to in self.leaving:
-                    self.leaving[to].append((number, bare))
-                else:
-                    self.leaving[to] = [(number, bare)]
+                self.leaving.setdefault(recv.worker, []).append((number, found))
 
     def follow(self, sender: int, arrived: list[Plain]) -> None:
         """Run what came from a worker, and all that follows from it. Empties the list."""
@@ -157,13 +155,18 @@ class Round:
         leaving, me = self.leaving, self._desk.me
         if me in leaving:
             return me, leaving.pop(me)
-        if len(leaving) == 1 and not self._asked:
-            to, plain = leaving.popitem()
-            answer = self._ask_one(to, messages.direct(self._trip, plain))
+        if len(leaving) > 1 or self._asked:
+            to, answer = self._ask_several()
         else:
-            while leaving:
-                self._post(*leaving.popitem())
-            to, answer = self._next_answer()
+            to, plain = leaving.popitem()
+            message = messages.direct(self._trip, plain)
+            try:
+                answer = self._desk.ask(to, message, self._is_over, self._look_ahead)
+            except BaseException as error:
+                self._asked.append(to)
+                if isinstance(error, CallTimeout):
+                    self._stop()
+                raise
         followed = messages.unpack_followed(answer)
         if isinstance(followed, Failed):
             raise Failing(followed)
@@ -172,34 +175,27 @@ class Round:
             self._note_parked(parked)
         return to, [*found]
 
-    def _ask_one(self, to: int, message: Any) -> Any:
-        try:
-            return self._desk.ask(to, message, self._is_over, self._look_ahead)
-        except BaseException as error:
-            self._asked.append(to)
-            if isinstance(error, CallTimeout):
-                self._stop()
-            raise
-
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""
         bare = self._record.strands.bare()
         if len(bare) > _MOST_AHEAD:
             return  # most of them may have no part in this pass
+        given, ahead = self._record.given, {**self._ahead}
         for number, strand in bare:
-            if number not in self._record.given and number not in self._ahead:
-                self._ahead[number] = strand.look_ahead()
+            if number not in given and number not in ahead:
+                ahead[number] = strand.look_ahead()
+        self._ahead = ahead
 
-    def _post(self, to: int, leaving: Sequence[Plain]) -> None:
+    def _ask_several(self) -> tuple[int, Any]:
+        """Ask without waiting; the first answer there is."""
         if self._answers is None:
             self._answers = SimpleQueue()
-        future = self._desk.request(to, messages.direct(self._trip, leaving))
-        self._asked.append(to)
-        future.fate.seen = True
-        future.on_done(partial(self._answers.put, (to, future)))
-
-    def _next_answer(self) -> tuple[int, Any]:
-        assert self._answers is not None
+        while self.leaving:
+            to, plain = self.leaving.popitem()
+            future = self._desk.request(to, messages.direct(self._trip, plain))
+            self._asked.append(to)
+            future.fate.seen = True
+            future.on_done(partial(self._answers.put, (to, future)))
         while True:
             try:
                 with self._desk.executor.waiting():

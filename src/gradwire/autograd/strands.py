@@ -69,14 +69,13 @@ class Reach:
         Raises:
             Exception: whatever a backward or a hook raises.
         """
-        if not self._inputs or not ends:
+        if not ends or not self._inputs:
             return ()
         captured = engine.call(ends, gradients, self._inputs, flags)
-        count = len(self._leaves)
-        if not count:
-            return captured
-        of_leaves, captured = list(captured[:count]), captured[count:]
-        keep(context, look_at(self._leaves), of_leaves, flags)
+        if self._leaves:
+            count = len(self._leaves)
+            of_leaves, captured = list(captured[:count]), captured[count:]
+            keep(context, look_at(self._leaves), of_leaves, flags)
         return captured
 
 
