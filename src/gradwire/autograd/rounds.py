@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge
 
 from ..errors import CallTimeout
 from ..rpc.futures import CallFuture
+from ..wire.memory import place
 from . import deliveries, messages
 from .contexts import Context, unknown
 from .deliveries import bare
@@ -173,7 +174,7 @@ class Round:
         found, parked = followed
         if parked:
             self._note_parked(parked)
-        return to, [*found]
+        return to, apart(found)
 
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""
@@ -216,3 +217,17 @@ class Round:
             raise unknown(self._context.id)
         assert self._record.failed is not None
         raise Failing(self._record.failed)
+
+
+def apart(arrived: Iterable[Plain]) -> list[Plain]:
+    """Gradients with memory of their own: of some in one message that may be the same."""
+    found = [*arrived]
+    if len(found) == 1 and len(found[0][1]) == 1:
+        return found
+    tensors = [g for _, gradients in found for g in gradients if g is not None]
+    places = [place(tensor) for tensor in tensors]
+    if len({*places}) == len(places):
+        return found
+    return [
+        (n, [None if g is None else g.clone() for g in given]) for n, given in found
+    ]
