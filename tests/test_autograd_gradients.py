@@ -116,6 +116,70 @@ def test_dense_and_sparse_gradients_of_a_leaf_add_up() -> None:
         close(world[0].get_gradients(context)[a], expected)
 
 
+def memory(*tensors: Tensor) -> int:
+    """In how many places they lie."""
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors})
+
+
+@pytest.mark.parametrize("to", [0, 1])
+@pytest.mark.parametrize("func", [torch.cat, sum], ids=["views", "the same"])
+def test_what_comes_back_for_leaves_has_memory_of_its_own(func: Any, to: int) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        leaves = x, y, z = doubles(3), doubles(3), doubles(3)
+        there = world.transfer(0, to, context, [x, y])
+        there += world.transfer(0, to, context, [z])
+        (back,) = world.transfer(to, 0, context, [func(there)])
+        weights = torch.arange(1.0, back.numel() + 1)
+        world[0].backward(context, [(back * weights).sum()])
+        found = world[0].get_gradients(context)
+        wanted = torch.autograd.grad((func(leaves) * weights).sum(), leaves)
+        close([found[leaf] for leaf in leaves], [*wanted])
+        assert memory(*found.values()) == 3
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_what_comes_back_is_laid_out_like_its_leaf(passes: int) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        odd = torch.rand(3, 4).t().requires_grad_()
+        plain = torch.rand(4, 3, requires_grad=True)
+        a, b = world.transfer(0, 1, context, [odd, plain])
+        (back,) = world.transfer(1, 0, context, [(a * 2 + (b * 3).t().t())])
+        for _ in range(passes):
+            world[0].backward(context, [back.sum()], retain_graph=True)
+        found = world[0].get_gradients(context)
+        assert found[odd].stride() == odd.stride()
+        assert found[plain].is_contiguous()
+        close(
+            found,
+            {
+                odd: torch.full((4, 3), 2.0 * passes),
+                plain: 3.0 * passes + torch.zeros(4, 3),
+            },
+        )
+
+
+def test_a_gradient_in_another_order_is_put_in_that_of_its_leaf() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        leaf = torch.rand(100, 100, requires_grad=True)  # not small: sent as it lies
+        (there,) = world.transfer(0, 1, context, [leaf])
+        (back,) = world.transfer(1, 0, context, [there.t() * 1])
+        world[0].backward(context, [(back * torch.rand(100, 100)).sum()])
+        assert world[0].get_gradients(context)[leaf].is_contiguous()
+
+
+def test_a_sparse_gradient_comes_back_as_one() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        weight = torch.rand(4, 3, requires_grad=True)
+        (there,) = world.transfer(0, 1, context, [weight])
+        rows = torch.nn.functional.embedding(torch.tensor([1, 1]), there, sparse=True)
+        (back,) = world.transfer(1, 0, context, [rows])
+        for _ in range(2):
+            world[0].backward(context, [back.sum()], retain_graph=True)
+        found = world[0].get_gradients(context)[weight]
+        assert found.layout is torch.sparse_coo
+        close(found.to_dense()[1], torch.full((3,), 4.0))
+
+
 def test_gradients_that_were_handed_out_are_left_alone() -> None:
     with autograds(1) as world, world[0].context() as context:
         a = doubles(3)

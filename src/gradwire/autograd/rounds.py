@@ -155,7 +155,7 @@ class Round:
         """Send what leaves, that for the asker with it; what came from whom."""
         leaving, me = self.leaving, self._desk.me
         if me in leaving:
-            return me, leaving.pop(me)
+            return me, [(number, _copied(given)) for number, given in leaving.pop(me)]
         if len(leaving) > 1 or self._asked:
             to, answer = self._ask_several()
         else:
@@ -228,6 +228,9 @@ def apart(arrived: Iterable[Plain]) -> list[Plain]:
     places = [place(tensor) for tensor in tensors]
     if len({*places}) == len(places):
         return found
-    return [
-        (n, [None if g is None else g.clone() for g in given]) for n, given in found
-    ]
+    return [(number, _copied(gradients)) for number, gradients in found]
+
+
+def _copied(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
+    """With memory of their own, as those that come from elsewhere have."""
+    return [None if gradient is None else gradient.clone() for gradient in gradients]

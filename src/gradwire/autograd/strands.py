@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from . import engine, hooks, replicas
-from .contexts import Context, owner
+from .contexts import Context
 from .gradients import Leaf, are_plain, keep, keep_fresh, look_at
 from .graph import SMALL, walk
 from .messages import ACCUMULATE
@@ -122,7 +122,7 @@ class BareStrand:
     def look_ahead(self) -> Ahead:
         """What can be seen to before the gradients come, for `run`."""
         leaves = look_at([node for node, _ in self._send.edges])
-        is_plain = are_plain(leaves) and not self._is_to_itself()
+        is_plain = are_plain(leaves)
         return Ahead(leaves, [leaf.tensor for leaf in leaves] if is_plain else ())
 
     def keep(
@@ -146,10 +146,6 @@ class BareStrand:
             nodes = {node for node, _ in self._send.edges}
             strand = Strand(self._send, nodes, ())
             strand.run(context, strand.ends(gradients), gradients, flags)
-
-    def _is_to_itself(self) -> bool:
-        """Whether a worker has sent them to itself: what comes back is nothing of its own."""
-        return owner(self.crossing.id) == self.crossing.worker
 
 
 class Strands:
