@@ -68,7 +68,7 @@ class DirectPasses:
         current = Round(self._desk, context, record, trip)
         try:
             current.run(reach, (*roots,), [*map(torch.ones_like, roots)])
-            current.follow(self._desk.me, [])
+            current.follow(-1, [])
         except Failing as error:
             current.abandon(error.failed)
             raise

@@ -17,6 +17,8 @@ from . import deliveries, messages
 from .contexts import Context, unknown
 from .deliveries import bare
 from .desk import Desk
+from .engine import call
+from .gradients import keep, look_at
 from .messages import Failed, Plain, Trip
 from .strands import Ahead, BareStrand, Reach, Strands
 
@@ -88,8 +90,21 @@ class Round:
         ends: tuple[Tensor | GradientEdge, ...],
         gradients: list[Any],
     ) -> None:
-        """Run what is reached from these ends, and see where its gradients have to go."""
-        captured = reach.run(self._context, ends, gradients, self._trip.flags)
+        """Run what is reached from these ends, and see where its gradients have to go.
+
+        Empties the list.
+
+        Raises:
+            Exception: whatever a backward or a hook raises.
+        """
+        if not ends or not reach.inputs:
+            return
+        flags = self._trip.flags
+        captured = call(ends, gradients, reach.inputs, flags)
+        if reach.leaves:
+            count = len(reach.leaves)
+            of_leaves, captured = [*captured[:count]], captured[count:]
+            keep(self._context, look_at(reach.leaves), of_leaves, flags)
         at = 0
         for recv in reach.recvs:
             end = at + recv.count
@@ -114,8 +129,9 @@ class Round:
                     given[number] = None
                     gradients = [*gradients]  # nobody else has them now
                     if isinstance(strand, BareStrand):
-                        strand.keep(context, gradients, self._trip.flags, self._ahead)
-                    else:
+                        flags = self._trip.flags
+                        strand = strand.keep(context, gradients, flags, self._ahead)
+                    if strand is not None:
                         self.run(strand, strand.ends(gradients), gradients)
             elif self._asked or len(leaving) > (self._asker in leaving):
                 sender, arrived = self._ask()

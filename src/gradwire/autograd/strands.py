@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from . import engine, hooks, replicas
+from . import hooks, replicas
 from .contexts import Context
 from .gradients import Leaf, are_plain, keep, keep_fresh, look_at
 from .graph import SMALL, walk
 from .messages import ACCUMULATE
-from .nodes import Crossing, Gradients, Send
+from .nodes import Crossing, Send
 
 
 class Ahead(NamedTuple):
@@ -34,14 +34,14 @@ class Ahead(NamedTuple):
 class Reach:
     """What some sources reach: leaves and recvs, given by their nodes."""
 
-    __slots__ = ("_inputs", "_leaves", "is_foreign", "recvs")
+    __slots__ = ("inputs", "is_foreign", "leaves", "recvs")
 
     def __init__(
         self, context: int, leaves: Collection[Any], recvs: Iterable[Any]
     ) -> None:
         self.is_foreign = False
         """Some of it arrived in another context."""
-        self._leaves = leaves
+        self.leaves = leaves
         self.recvs: list[Crossing] = []
         inputs = [GradientEdge(node, 0) for node in leaves] if leaves else []
         for node in recvs:
@@ -51,32 +51,12 @@ class Reach:
                 inputs.append(GradientEdge(node, index))
             if crossing.context != context:
                 self.is_foreign = True
-        self._inputs = tuple(inputs)
+        self.inputs = tuple(inputs)
+        """For the engine: leaves first, then the tensors of each recv."""
 
     def is_hooked(self) -> bool:
         """Whether users have put hooks on nodes of recvs, which are not run here."""
         return any(recv.is_hooked for recv in self.recvs)
-
-    def run(
-        self,
-        context: Context,
-        ends: tuple[GradientEdge | Tensor, ...],
-        gradients: list[Any],
-        flags: int,
-    ) -> Gradients:
-        """Run it, and keep the gradients of its leaves; those of all its recvs. Empties the list.
-
-        Raises:
-            Exception: whatever a backward or a hook raises.
-        """
-        if not ends or not self._inputs:
-            return ()
-        captured = engine.call(ends, gradients, self._inputs, flags)
-        if self._leaves:
-            count = len(self._leaves)
-            of_leaves, captured = list(captured[:count]), captured[count:]
-            keep(context, look_at(self._leaves), of_leaves, flags)
-        return captured
 
 
 class Strand(Reach):
@@ -120,7 +100,7 @@ class BareStrand:
         return self.crossing.is_hooked
 
     def look_ahead(self) -> Ahead:
-        """What can be seen to before the gradients come, for `run`."""
+        """What can be seen to before the gradients come, for `keep`."""
         leaves = look_at([node for node, _ in self._send.edges])
         is_plain = are_plain(leaves)
         return Ahead(leaves, [leaf.tensor for leaf in leaves] if is_plain else ())
@@ -131,11 +111,11 @@ class BareStrand:
         gradients: list[Tensor | None],
         flags: int,
         ahead: Mapping[int, Ahead],
-    ) -> None:
-        """Keep the gradients of the leaves.
+    ) -> Strand | None:
+        """Keep the gradients of the leaves; or what to run, if these have hooks.
 
         Raises:
-            Exception: whatever a hook raises.
+            Exception: whatever a hook of a node behind a leaf raises.
         """
         leaves, plain = ahead.get(self.crossing.id) or self.look_ahead()
         if plain and not flags & ACCUMULATE:
@@ -143,9 +123,8 @@ class BareStrand:
         elif not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:
             keep(context, leaves, gradients, flags)
         else:
-            nodes = {node for node, _ in self._send.edges}
-            strand = Strand(self._send, nodes, ())
-            strand.run(context, strand.ends(gradients), gradients, flags)
+            return Strand(self._send, [node for node, _ in self._send.edges], ())
+        return None
 
 
 class Strands:
