@@ -189,8 +189,8 @@ class Part:
             self._work = Work(self._context, start, self._flags, record)
             self.mail.progress = Progress(me, self._work.plan, self._engager)
             if record is not None:
-                self.mail.gradients.update(record.parked)
-                self.mail.progress.resumed(record.parked, start.parked)
+                self.mail.gradients.update(record.parked())
+                self.mail.progress.resumed(record.parked(), start.parked)
         except BaseException:
             self.mail.progress = Progress(me, _NO_PLAN, self._engager)
             raise

@@ -52,20 +52,21 @@ class Record:
         self.gone: list[int] = []
         """The recvs whose gradients have left."""
 
-    @property
     def ran(self) -> set[int]:
         """The sends that were run."""
-        return {number for number, parked in self.given.items() if parked is None}
+        return self.given.keys() - self.parked()
 
-    @property
     def parked(self) -> dict[int, Sequence[Tensor | None]]:
         """The gradients of sends that are still to be run."""
-        given = self.given.items()
+        given = list(self.given.items())
         return {number: parked for number, parked in given if parked is not None}
 
 
 class Round:
-    """What one thread does in a direct pass: it runs what it was given, and sees to the rest."""
+    """What one thread does in a direct pass: it runs what it was given, and sees to the rest.
+
+    Gradients that are run have memory of their own, wherever they come from.
+    """
 
     parked: Collection[int] = ()
     """Workers that have parked something."""

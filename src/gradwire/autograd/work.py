@@ -35,9 +35,13 @@ class Work:
         with context.lock:
             sends, recvs = dict(context.sends), dict(context.recvs)
         if record is not None:
-            known = islice(sends.items(), record.count)
-            sends = {n: send for n, send in known if n not in record.ran}
-            recvs = {n: recv for n, recv in recvs.items() if n not in record.gone}
+            known, ran, gone = (
+                islice(sends.items(), record.count),
+                record.ran(),
+                {*record.gone},
+            )
+            sends = {n: send for n, send in known if n not in ran}
+            recvs = {n: recv for n, recv in recvs.items() if n not in gone}
         roots = [root.grad_fn for root in start.roots]
         self._context = context
         self._start = start
