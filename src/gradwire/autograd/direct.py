@@ -57,10 +57,10 @@ class DirectPasses:
         Raises:
             Failing: it failed; the cause is the error, if that was here.
         """
-        record = Record(strands)
-        if trip.flags & _OTHERS or not record.is_simple:
+        if trip.flags & _OTHERS:
             return None
-        reach = strands.of_roots(roots)
+        record = Record(strands)
+        reach = strands.of_roots(roots) if record.is_simple else None
         if reach is None:
             return None
         number = trip.number

@@ -80,7 +80,7 @@ def are_plain(leaves: Iterable[Leaf]) -> bool:
 
 
 def keep_fresh(
-    context: Context, leaves: Sequence[Tensor], gradients: Sequence[Tensor | None]
+    context: Context, leaves: Sequence[Tensor], gradients: list[Tensor | None]
 ) -> None:
     """As `keep`, for plain leaves, and gradients with memory that nobody else has."""
     with context.lock:
@@ -92,6 +92,7 @@ def keep_fresh(
                 before = known.setdefault(leaf, gradient)
                 if before is not gradient:
                     known[leaf] = add(before, gradient)
+    gradients.clear()
 
 
 def kept_so_far(context: Context, leaf: Tensor) -> Tensor | None:

@@ -169,8 +169,8 @@ class Autograd:
         context = self.contexts.get(context_id)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
         with context.lock:
-            number, since = context.begin_pass(self._passes)
             strands = strands_of(context)
+            number, since = context.begin_pass(self._passes)
         trip = Trip(context.id, number, flags | anomaly.flags(), since)
         try:
             if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
