@@ -371,7 +371,7 @@ def test_answers_that_are_none_are_refused(answer: Any) -> None:
 
 def test_an_answer_says_who_has_parked_something() -> None:
     assert messages.pack_followed([], set()) is None
-    assert messages.unpack_followed(None) == ((), ())
+    assert messages.unpack_followed(None) == ([], ())
     followed = messages.unpack_followed(messages.pack_followed([], {7, 3}))
     assert not isinstance(followed, messages.Failed)
     deliveries, parked = followed

@@ -35,7 +35,7 @@ from .messages import (
     pack_followed,
     read_direct,
 )
-from .rounds import Failing, Record, Round, apart
+from .rounds import Failing, Record, Round
 from .strands import Strands, strands_of
 
 _DEEPEST = 16  # workers that wait for each other, one behind the other
@@ -97,7 +97,7 @@ class DirectPasses:
         current = Round(self._desk, context, record, trip, sender)
         try:
             if record.is_simple and trip.depth < _DEEPEST:
-                current.follow(sender, apart(arrived))
+                current.follow(sender, arrived)
             else:
                 for number, gradients in arrived:
                     current.park(sender, number, gradients)

@@ -29,7 +29,7 @@ the id under which the gradients themselves were sent, or 0; and which of them w
 Plain = tuple[int, Sequence[Any]]
 """The same in a direct pass: the id of the send, and a gradient or None for each of its tensors."""
 
-Followed = tuple[Sequence[Plain], Sequence[int]]
+Followed = tuple[list[Plain], Sequence[int]]
 """The answer in a direct pass: all is done; gradients for the asker; who has parked some."""
 
 
@@ -137,7 +137,6 @@ class Noted(NamedTuple):
 Outcome = Done | Failed
 
 _DONE = Done()
-_NOTHING: Followed = (), ()
 _NOTED, _ENGAGED = Noted(), Noted(is_engaged=True)
 _SHORT = {0: _NOTED, 1: _ENGAGED}
 _TRIP = len(Trip._fields)
@@ -169,7 +168,7 @@ def direct(trip: Trip, deliveries: Sequence[Plain]) -> Direct:
     return Direct(facts, _put_plain(facts, deliveries))
 
 
-def read_direct(direct: Direct) -> tuple[Trip, Sequence[Plain]]:
+def read_direct(direct: Direct) -> tuple[Trip, list[Plain]]:
     """What a direct message says.
 
     Raises:
@@ -196,7 +195,7 @@ def unpack_followed(answer: Any) -> Followed | Failed:
         ProtocolError: nothing that makes sense.
     """
     if answer is None:
-        return _NOTHING
+        return [], ()
     if type(answer) is not Packet:
         answer = _packet_or_failed(answer)
         if type(answer) is Failed:
@@ -217,10 +216,10 @@ def _put_plain(facts: list[int], deliveries: Sequence[Plain]) -> list[Any]:
     return flat
 
 
-def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> Sequence[Plain]:
+def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> list[Plain]:
     count = len(facts)
     if count == at + 2 and facts[-1] == len(flat) > 0:  # as most are
-        return ((facts[at], flat),)
+        return [(facts[at], flat)]
     deliveries: list[Plain] = []
     begin = 0
     while at + 1 < count:

@@ -12,7 +12,6 @@ from torch.autograd.graph import GradientEdge
 
 from ..errors import CallTimeout
 from ..rpc.futures import CallFuture
-from ..wire.memory import place
 from . import deliveries, messages
 from .contexts import Context, unknown
 from .deliveries import bare
@@ -63,10 +62,7 @@ class Record:
 
 
 class Round:
-    """What one thread does in a direct pass: it runs what it was given, and sees to the rest.
-
-    Gradients that are run have memory of their own, wherever they come from.
-    """
+    """What one thread does in a direct pass: it runs what it was given, and sees to the rest."""
 
     parked: Collection[int] = ()
     """Workers that have parked something."""
@@ -172,7 +168,7 @@ class Round:
         """Send what leaves, that for the asker with it; what came from whom."""
         leaving, me = self.leaving, self._desk.me
         if me in leaving:
-            return me, [(number, _copied(given)) for number, given in leaving.pop(me)]
+            return me, leaving.pop(me)
         if len(leaving) > 1 or self._asked:
             to, answer = self._ask_several()
         else:
@@ -191,7 +187,7 @@ class Round:
         found, parked = followed
         if parked:
             self._note_parked(parked)
-        return to, apart(found)
+        return to, found
 
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""
@@ -234,20 +230,3 @@ class Round:
             raise unknown(self._context.id)
         assert self._record.failed is not None
         raise Failing(self._record.failed)
-
-
-def apart(arrived: Iterable[Plain]) -> list[Plain]:
-    """Gradients with memory of their own: of some in one message that may be the same."""
-    found = [*arrived]
-    if len(found) == 1 and len(found[0][1]) == 1:
-        return found
-    tensors = [g for _, gradients in found for g in gradients if g is not None]
-    places = [place(tensor) for tensor in tensors]
-    if len({*places}) == len(places):
-        return found
-    return [(number, _copied(gradients)) for number, gradients in found]
-
-
-def _copied(gradients: Iterable[Tensor | None]) -> list[Tensor | None]:
-    """With memory of their own, as those that come from elsewhere have."""
-    return [None if gradient is None else gradient.clone() for gradient in gradients]

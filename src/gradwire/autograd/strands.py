@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from . import hooks, replicas
-from .contexts import Context
+from .contexts import Context, owner
 from .gradients import Leaf, are_plain, keep, keep_fresh, look_at
 from .graph import SMALL, walk
 from .messages import ACCUMULATE
@@ -25,7 +25,11 @@ from .nodes import Crossing, Send
 
 
 class Ahead(NamedTuple):
-    """What can be seen to before gradients come: leaves, and their tensors if all are plain."""
+    """What can be seen to before gradients come.
+
+    That is the leaves; and their tensors, if these are plain and will get gradients with memory
+    that nobody else has.
+    """
 
     leaves: Sequence[Leaf]
     plain: Sequence[Tensor]
@@ -102,7 +106,8 @@ class BareStrand:
     def look_ahead(self) -> Ahead:
         """What can be seen to before the gradients come, for `keep`."""
         leaves = look_at([node for node, _ in self._send.edges])
-        is_plain = are_plain(leaves)
+        # What a worker sends to itself does not come by a message, with memory of its own.
+        is_plain = owner(self.crossing.id) != self.crossing.worker and are_plain(leaves)
         return Ahead(leaves, [leaf.tensor for leaf in leaves] if is_plain else ())
 
     def keep(
