@@ -177,15 +177,15 @@ def test_a_tensor_without_memory_is_refused() -> None:
 
 def frame(signature: Any, rest: bytes = b"", kind: int = KIND) -> Frame:
     data = plain.dumps(signature, [])
-    return Frame(kind, PACKET, 1, 0, len(data).to_bytes(4, "little") + data + rest)
+    return Frame(kind, PACKET, 1, len(data).to_bytes(4, "little") + data + rest)
 
 
 @pytest.mark.parametrize(
     "sent",
     [
-        Frame(KIND, PACKET, 1, 0, b""),
-        Frame(KIND, PACKET, 1, 0, b"\xff\0\0\0"),
-        Frame(KIND, PACKET, 1, 0, b"\1\0\0\0?"),
+        Frame(KIND, PACKET, 1, b""),
+        Frame(KIND, PACKET, 1, b"\xff\0\0\0"),
+        Frame(KIND, PACKET, 1, b"\1\0\0\0?"),
         frame(7),
         frame((1, (), 3)),
         frame((-1, ())),
@@ -216,4 +216,4 @@ def test_what_makes_no_sense_is_refused(sent: Frame) -> None:
 def test_fields_that_are_no_packet_are_refused(fields: Any) -> None:
     body = bytes(8) + plain.dumps(fields, [])
     with pytest.raises(ProtocolError):
-        codec().open(Frame(KIND, PLAIN_GENERAL, 1, 0, body))
+        codec().open(Frame(KIND, PLAIN_GENERAL, 1, body))
