@@ -47,9 +47,13 @@ class CallerLane(LaneEnd):
                 self.send(question, parcel, deadline)
             parcel.was_sent()
             permission = self._station.spin if spin else None
-            return self.wait_for(question, Limit(deadline, is_over), permission)
-        finally:
+            answer = self.wait_for(question, Limit(deadline, is_over), permission)
+        except BaseException:
             self.leave(question)
+            raise
+        if question.jobs:
+            self.leave(question)
+        return answer
 
     def linger(self) -> None:
         """The caller went away. What is still to come is read, which frees its memory."""

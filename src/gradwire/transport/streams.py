@@ -31,6 +31,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
 _HEADER: int = HEADER.size
+_unpack = HEADER.unpack_from
 _PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
 
 
@@ -51,6 +52,7 @@ class StreamReader:
         self._sock = sock
         self._recv = sock.recv
         self._limits = limits
+        self._most, self._most_bulk = limits
         self._recycler = recycler
         self._traffic = traffic or Traffic()
         self._rest = b""
@@ -77,28 +79,26 @@ class StreamReader:
         data = self._recv(_CHUNK)
         if not data:
             raise EOFError("connection closed")
-        length = len(data)
-        self._traffic.received += length
+        self._traffic.received += len(data)
         if self._rest:
             data = self._rest + data
             self._rest = b""
-        at = 0
-        while len(data) - at >= _HEADER:
+        at, end = 0, len(data)
+        while end - at >= _HEADER:
             used = self._take(data, at)
             if not used:
                 break
             at += used
-        if at < len(data):
+        if at < end:
             self._rest = data[at:]
         return True
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
-        limits = self._limits
-        header: Header = HEADER.unpack_from(data, at)
+        header: Header = _unpack(data, at)
         version, kind, encoding, length, call, scope, mark, bulk, segment, over = header
-        if version != VERSION or length > limits.body or bulk > limits.bulk:
-            raise refusal(header, limits)
+        if version != VERSION or length > self._most or bulk > self._most_bulk:
+            raise refusal(header, self._limits)
         start = at + _HEADER
         end = start + length
         if end <= len(data) and not (bulk or segment or kind in NOTES):  # as most are
