@@ -20,6 +20,7 @@ from gradwire.api import enter
 from gradwire.errors import GradwireError
 from gradwire.testing import World
 from gradwire.transport.faulty import Faults
+from gradwire.wire.packets import PacketEncoder
 from gradwire.worker import Worker
 from processes import Processes
 from sockets_world import together, wait_until
@@ -57,13 +58,21 @@ def test_programs_that_hypothesis_draws() -> None:
         assert world.contexts() == 0
 
 
-@pytest.fixture(params=["in order", "overtaking", "delayed and repeated"])
-def world(request: pytest.FixtureRequest, fuzz_seed: int) -> Iterator[Autograds]:
+WAYS = ["in order", "overtaking", "delayed and repeated", "without packets"]
+
+
+@pytest.fixture(params=WAYS)
+def world(
+    request: pytest.FixtureRequest, fuzz_seed: int, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Autograds]:
     options = {
         "in order": {},
         "overtaking": {"seed": fuzz_seed},
         "delayed and repeated": {"seed": fuzz_seed, "faults": FAULTS},
+        "without packets": {},
     }[request.param]
+    if request.param == "without packets":  # as those on devices go
+        monkeypatch.setattr(PacketEncoder, "encode", lambda *_: None)
     with autograds(WORKERS, **options) as world:
         yield world
 

@@ -228,7 +228,7 @@ def apart(packet: Packet) -> tuple[Any, ...]:
             tensor = tensor.detach().clone() if place in places else tensor.detach()
             places.add(place)
         tensors.append(tensor)
-    return tuple(packet.numbers), tuple(tensors)
+    return tuple(map(int, packet.numbers)), tuple(tensors)  # True is 1 there, too
 
 
 def is_packet(fields: Any) -> bool:
