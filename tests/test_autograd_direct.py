@@ -109,6 +109,22 @@ def test_some_is_run_at_once_and_some_is_parked() -> None:
         close(world[2].get_gradients(context), {w: gw})
 
 
+def test_what_is_parked_can_go_on_where_few_nodes_were_made_and_many_sends() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x, y = doubles(3), doubles(3)
+        loss = sum(there_and_back(world, context, x, torch.sin).sum() for _ in range(5))
+        (there,) = world.transfer(0, 1, context, [y])
+        (back,) = world.transfer(1, 0, context, [there * 2])
+        (again,) = world.transfer(0, 1, context, [back * 3])
+        again.grad_fn._set_sequence_nr(5)  # as in a thread that has made few nodes
+        (end,) = world.transfer(1, 0, context, [again + there])
+        world[0].backward(context, [loss + end.sum()])
+        close(
+            world[0].get_gradients(context),
+            {x: 5 * x.detach().cos(), y: torch.full_like(y, 7)},
+        )
+
+
 def test_the_one_that_leads_may_have_to_park_too() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)

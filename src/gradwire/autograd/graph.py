@@ -215,10 +215,11 @@ def _lift(
     if not waiting:
         return
     own = {send.node for send in sends}
+    latest = max(send.place for send in sends)
     for node, source in owner.items():
         if groups[source] in waiting and node not in own:
             number = node._sequence_nr()
-            if number <= len(sends):
+            if number <= latest:
                 node._set_sequence_nr(number + _LIFT)
 
 
