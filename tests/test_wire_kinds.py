@@ -8,11 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
-from carrying import LARGE, PICKLE, PLAIN, assert_same, bits, carried, opened, packed
+from carrying import (
+    LARGE,
+    LIMITS,
+    PICKLE,
+    PLAIN,
+    assert_same,
+    bits,
+    carried,
+    opened,
+    packed,
+)
 from gradwire.errors import ProtocolError
 from gradwire.wire import plain
-from gradwire.wire.codec import Manner
+from gradwire.wire.codec import Codec, Manner
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The PyTorch API of nested tensors is in prototype:UserWarning"
@@ -281,6 +292,19 @@ def test_a_default_device_changes_nothing(sent: Any, manner: Manner) -> None:
     first, ours = (v[0] if type(v) is list else v for v in (arrived, sent))
     assert first.device == torch.device("cpu")
     assert torch.equal(first.to_dense(), ours.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:Accessing the data pointer:UserWarning")
+@pytest.mark.parametrize("sent", [torch.ones(3), torch.ones(3, 4).T])
+def test_a_mode_in_which_tensors_have_no_memory_is_named(
+    sent: Any, manner: Manner
+) -> None:
+    parcel, receiver = packed(sent, manner), Codec(LIMITS)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with mode, pytest.raises((ProtocolError, RuntimeError), match="Fake"):
+        receiver.open(parcel.arrive(1))
+    arrived = receiver.open(parcel.arrive(1)).value  # and nothing of it is remembered
+    assert_same(arrived, sent)
 
 
 def test_a_device_that_is_not_here_is_named() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ..errors import ProtocolError
 from . import memory, plain
+from .memory import no_memory
 from .messages import CALL, RESULT, Call, Result
 from .signatures import LENGTH, MAX_SIGNATURE, Subject, picker
 from .tensors import DTYPES, INLINE
@@ -190,7 +191,7 @@ class Plan:
         made = []
         for (make, sizes, put), raw in zip(self.small, raws, strict=True):
             tensor = make(*sizes)
-            put(tensor.data_ptr()).raw = raw
+            put(tensor.data_ptr() or no_memory(raw)).raw = raw
             made.append(tensor)
         return made
 
@@ -261,6 +262,7 @@ def _fetch_data(index: int) -> Step:
 
 def _small(dtype: torch.dtype, shape: Any, length: int) -> _Small:
     like = torch.empty((), dtype=dtype, device=memory.CPU)
+    memory.write(like, bytes(dtype.itemsize))  # raises if a mode made it without memory
     # `new_empty` takes half the time of `torch.empty` with its options.
     return like.new_empty, shape or ((),), memory.arrays[length].from_address
 
@@ -271,7 +273,8 @@ def _fetch_small(small: _Small, start: int, length: int) -> Step:
 
     def step(body: Any, at: int, area: Any, data: Any) -> Tensor:
         tensor = make(*sizes)
-        put(tensor.data_ptr()).raw = body[at + start : at + end]
+        raw = body[at + start : at + end]
+        put(tensor.data_ptr() or no_memory(raw)).raw = raw
         return tensor
 
     return step
