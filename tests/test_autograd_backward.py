@@ -301,10 +301,9 @@ def test_bad_arguments_are_refused_at_the_caller() -> None:
         ):
             with pytest.raises(RuntimeError, match=text):
                 run(context, roots)
-        with pytest.raises(
-            RuntimeError, match=r"Could not find .* context with id: 100"
-        ):
-            run(100, [vector.sum()])
+        for roots in ([vector.sum()], [no_grad], []):  # as PyTorch: that comes first
+            with pytest.raises(RuntimeError, match=r"Could not find .* with id: 100"):
+                run(100, roots)
 
 
 @orders

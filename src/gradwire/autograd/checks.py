@@ -10,24 +10,14 @@ from torch import Tensor
 from ..errors import GradwireError
 
 
-def check_backward(context_id: Any, roots: Any) -> None:
-    """Refuse what no backward pass can be begun with.
-
-    Raises:
-        TypeError, GradwireError: as the two below, which are only called to say what is wrong.
-    """
-    if type(context_id) is int and isinstance(roots, (list, tuple)) and roots:
-        for root in roots:
-            if (
-                not isinstance(root, Tensor)
-                or root.grad_fn is None
-                or root.numel() != 1
-            ):
-                break
-        else:
-            return
-    check_call("backward", context_id, roots)
-    check_roots(roots)
+def are_usual(context_id: Any, roots: Any) -> bool:
+    """Whether a backward pass can be begun with these; if not, those below say why."""
+    if type(context_id) is not int or not isinstance(roots, (list, tuple)):
+        return False
+    for root in roots:
+        if not isinstance(root, Tensor) or root.grad_fn is None or root.numel() != 1:
+            return False
+    return bool(roots)
 
 
 def check_call(name: str, context_id: Any, tensors: Any) -> None:

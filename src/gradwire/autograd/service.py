@@ -22,7 +22,7 @@ from ..rpc.agent import Agent
 from ..rpc.futures import CallFuture
 from ..threads import Executor
 from . import anomaly
-from .checks import check_backward, check_call, check_history, check_roots
+from .checks import are_usual, check_call, check_history, check_roots
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .direct import DirectPasses
 from .engine import Start, is_profiled
@@ -165,7 +165,10 @@ class Autograd:
                 went wrong there as its cause.
             WorkerLostError: a worker that is needed is gone.
         """
-        check_backward(context_id, roots)
+        if not are_usual(context_id, roots):
+            check_call("backward", context_id, roots)
+            self.contexts.get(context_id)  # PyTorch says first that there is none
+            check_roots(roots)
         context = self.contexts.get(context_id)
         flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
         with context.lock:
