@@ -17,8 +17,9 @@ from autograd_world import (
     doubles,
     there_and_back,
 )
-from gradwire.autograd import messages
+from gradwire.autograd import deliveries, messages, replicas
 from gradwire.autograd.messages import Abort, Direct, Step
+from gradwire.autograd.recording import look_at_graph
 from gradwire.errors import GradwireError, ProtocolError
 from gradwire.wire.packets import Packet
 
@@ -326,6 +327,38 @@ def test_passes_of_several_threads_keep_what_they_need() -> None:
             local = 6 * torch.sin(x) ** 2 if i % 2 else torch.sin(x)
             (gx,) = torch.autograd.grad(local.sum(), [x])
             close(found[x], 3 * gx)
+
+
+def test_other_threads_may_send_while_a_pass_looks_at_what_was_sent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x, y = doubles(3), doubles(3)
+        results = [there_and_back(world, context, t, torch.sin) for t in (x, y, x, y)]
+        late = [doubles(3)] * 2
+        original = replicas.is_joint
+
+        def is_joint(leaf: Any) -> bool:
+            while late:
+                world.transfer(0, 1, context, [late.pop()])
+                look_at_graph(world[0].contexts.get(context))
+            return original(leaf)
+
+        monkeypatch.setattr(replicas, "is_joint", is_joint)
+        world[0].backward(context, [torch.stack(results).sum()])
+        assert not late
+        close(
+            world[0].get_gradients(context), {t: 2 * t.detach().cos() for t in (x, y)}
+        )
+
+
+def test_gradients_for_what_was_released_meanwhile_are_refused_as_those() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        send = world.leave(0, 1, context, [doubles(3)])
+        known = world[0].contexts.get(context)
+        known.clear()
+        with pytest.raises(GradwireError, match="Could not find autograd context"):
+            deliveries.check(known, 1, send, [torch.ones(3)])
 
 
 def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:

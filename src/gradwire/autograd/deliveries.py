@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import ProtocolError
-from .contexts import Context, Numbers
+from .contexts import Context, Numbers, unknown
 from .messages import CREATE, Delivery
 from .nodes import Crossing, Gradients
 
@@ -65,8 +65,11 @@ def check(
 
     Raises:
         ProtocolError: they are.
+        GradwireError: the context is over, and all that was sent with it.
     """
     send = context.sends.get(number)
+    if send is None and context.is_released:
+        raise unknown(context.id)
     if send is None or send.crossing.worker != sender:
         raise ProtocolError(f"gradients for send {number}, which is not there")
     count = send.crossing.count

@@ -173,10 +173,11 @@ class Strands:
             self._is_foreign |= strand.is_foreign
 
     def _note(self, leaves: dict[int, Any]) -> None:
-        if leaves:
-            known = self._leaves
-            self._shared |= {n: leaf for n, leaf in leaves.items() if n in known}
-            known |= leaves
+        known = self._leaves
+        shared = {n: leaf for n, leaf in leaves.items() if n in known}
+        if shared:
+            self._shared = {**self._shared, **shared}  # others may look at the old one
+        known |= leaves
 
     def are_simple(self) -> bool:
         """Whether they can be run one by one, as far as size and leaves are concerned."""
