@@ -99,8 +99,8 @@ class Releases:
             self._free = defaultdict(list)
             for word in self._old:
                 self._free[word.worker].append(word)
-            self._is_watched = bool(self._old)
-        if self._is_watched:
+            watch = self._is_watched = bool(self._old)
+        if watch:
             self._executor.look_at(time.monotonic() + _GATHER, self._look)
         late = _untold(late)
         if late:
