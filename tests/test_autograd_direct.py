@@ -1,5 +1,6 @@
 """Passes that go the direct way, and those that begin so and go on by the full protocol."""
 
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable
@@ -18,8 +19,11 @@ from autograd_world import (
     there_and_back,
 )
 from gradwire.autograd import deliveries, messages, replicas
+from gradwire.autograd.contexts import Context
 from gradwire.autograd.messages import Abort, Direct, Step
 from gradwire.autograd.recording import look_at_graph
+from gradwire.autograd.rounds import Record
+from gradwire.autograd.strands import Strands
 from gradwire.errors import GradwireError, ProtocolError
 from gradwire.wire.packets import Packet
 
@@ -296,6 +300,29 @@ def test_passes_leave_no_records_behind() -> None:
         (here,) = world[0].contexts
         assert not here.records
         close(world[0].get_gradients(context)[x], 40 * torch.cos(2 * x.detach()))
+
+
+def test_records_may_go_while_others_are_forgotten() -> None:
+    context, strands = Context(1), Strands(1)
+    context.records = {number: Record(strands) for number in range(1, 2000)}
+    for record in context.records.values():
+        record.running.clear()
+
+    def another_ends(*_: object) -> None:
+        if context.records:
+            context.records.popitem()
+
+    before = gc.get_threshold()
+    gc.callbacks.append(
+        another_ends
+    )  # as what runs when things go, which takes its time
+    gc.set_threshold(1)
+    try:
+        context.forget_records(3000, 3000)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(another_ends)
+    assert not context.records
 
 
 def test_passes_of_several_threads_keep_what_they_need() -> None:

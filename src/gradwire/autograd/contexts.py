@@ -163,9 +163,13 @@ class Context:
 
         What still runs here is of one that failed: the word of that must find it.
         """
-        for each, record in list(self.records.items()):
-            if each < since and owner(each) == owner(number) and not record.running:
-                self.records.pop(each, None)
+        # Records of others end meanwhile. A list of numbers is made in one step; one of pairs is
+        # not: the collector may come in between, and with it all that runs when things go.
+        for each in list(self.records):
+            if each < since and owner(each) == owner(number):
+                record = self.records.get(each)
+                if record is not None and not record.running:
+                    self.records.pop(each, None)
 
 
 def add(before: Tensor, more: Tensor) -> Tensor:

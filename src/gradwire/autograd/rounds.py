@@ -57,7 +57,7 @@ class Record:
 
     def parked(self) -> dict[int, Sequence[Tensor | None]]:
         """The gradients of sends that are still to be run."""
-        given = list(self.given.items())
+        given = [(number, self.given[number]) for number in list(self.given)]
         return {number: parked for number, parked in given if parked is not None}
 
 

@@ -200,7 +200,8 @@ class Strands:
 
     def bare(self) -> Sequence[tuple[int, BareStrand]]:
         """Those that something can be seen to ahead of their gradients, by their sends."""
-        strands = list(self._strands.items())  # in one step: others may add some
+        known = self._strands
+        strands = [(n, known.get(n)) for n in list(known)]  # others may add some
         return [(n, strand) for n, strand in strands if isinstance(strand, BareStrand)]
 
     def of_roots(self, roots: Sequence[Tensor]) -> Reach | None:
