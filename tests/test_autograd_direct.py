@@ -401,6 +401,36 @@ def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:
         assert world[1].get_gradients(context) == {}
 
 
+def test_a_leaf_that_was_sent_twice_may_get_a_hook_after_it_was_looked_at() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        loss = there_and_back(world, context, x, torch.sin).sum()
+        loss = loss + there_and_back(world, context, x, torch.exp).sum()
+        (here,) = world[0].contexts
+        look_at_graph(here)
+        seen: list[Tensor] = []
+        x.register_hook(seen.append)
+        world[0].backward(context, [loss])
+        whole = torch.cos(x.detach()) + torch.exp(x.detach())
+        close(seen, [whole])
+        close(world[0].get_gradients(context), {x: whole})
+
+
+def test_a_root_that_is_a_single_path_to_what_was_sent_on_takes_the_protocol() -> None:
+    with autograds(3) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        value = there_and_back(world, context, x, torch.sin)
+        (on,) = world.transfer(0, 2, context, [value])
+        (back,) = world.transfer(2, 0, context, [on * 3])
+        world[0].backward(context, [back.sum() + value.sum()], retain_graph=True)
+        assert said.kinds[Step] > 0
+        said.kinds.clear()
+        world[0].backward(context, [value.sum()])
+        close(world[0].get_gradients(context), {x: 5 * torch.cos(x.detach())})
+        assert said.kinds[Step] > 0
+
+
 # Messages
 
 

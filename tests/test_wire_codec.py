@@ -138,6 +138,41 @@ def test_tensors_that_share_memory_go_the_general_way(manner: Manner) -> None:
     assert parcel.encoding in (GENERAL, PLAIN_GENERAL)
 
 
+SQUARE = torch.arange(9.0).reshape(3, 3)
+PAIR = torch.arange(18.0).reshape(2, 3, 3)
+ONES = {
+    "usual": (SQUARE, SQUARE + 1),
+    "twice the same": (SQUARE, SQUARE),
+    "of one storage": (PAIR[0], PAIR[1]),
+    "at an offset": (PAIR[1], SQUARE),
+    "transposed": (SQUARE, (SQUARE + 1).T),
+    "expanded": (torch.tensor(2.0).expand(3, 3), SQUARE),
+}
+
+
+@pytest.mark.parametrize("name", ONES)
+def test_tensors_of_a_known_signature_are_looked_at_all_the_same(
+    name: str, manner: Manner
+) -> None:
+    codec = Codec(LIMITS)
+    for values in (ONES["usual"], ONES["usual"], ONES[name], ONES[name]):
+        parcel = codec.result(values, manner)
+        first, second = received(parcel, manner).value
+        assert_same(first, values[0])
+        assert_same(second, values[1])
+    is_shared = name in ("twice the same", "of one storage")
+    storages = {t.untyped_storage().data_ptr() for t in (first, second)}
+    assert len(storages) == (1 if is_shared else 2)
+
+
+def test_one_that_is_negative_is_sent_as_what_it_means(manner: Manner) -> None:
+    codec = Codec(LIMITS)
+    codec.result(torch.ones(1), manner)
+    negative = torch.tensor([1 + 2j]).conj().imag
+    assert negative.is_neg()
+    assert received(codec.result(negative, manner), manner).value.tolist() == [-2]
+
+
 def test_a_long_signature_goes_the_general_way(manner: Manner) -> None:
     codec = Codec(LIMITS)
     tensors = tuple(torch.full((1,), float(i)) for i in range(500))

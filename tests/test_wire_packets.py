@@ -32,10 +32,14 @@ def codec(limits: Limits = LIMITS) -> Codec:
     return made
 
 
+HERE, THERE = codec(), codec()
+"""They get to know many packets, so that such are sent that look like others."""
+
+
 def carried(numbers: Any, tensors: Any, manner: Manner = PICKLE) -> tuple[Packet, int]:
     """What arrives, and its encoding."""
-    parcel = codec().message(Word(numbers, tensors), manner)
-    arrived = codec().open(parcel.arrive(1))
+    parcel = HERE.message(Word(numbers, tensors), manner)
+    arrived = THERE.open(parcel.arrive(1))
     assert type(arrived) is Word
     return arrived, parcel.encoding
 
