@@ -1,7 +1,8 @@
 """What is measured, inside the calling worker. Each task returns seconds, lower is better.
 
 A task is run in short slices, alternating between the contenders, so that a slow minute of the
-machine hits all of them.
+machine hits all of them. A slice of small calls begins with the same calls, not counted: a
+processor that was idle may take a quarter of a second to come up to its speed, from half of it.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ Call = Callable[[Any, tuple[Any, ...]], Any]
 Sample = dict[str, float]
 
 MB = 1 << 20
+_WARM_UP = 0.3  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,12 @@ def _each(call: Callable[[], object], count: int) -> list[float]:
     return times
 
 
+def _warm_up(call: Callable[[], object]) -> None:
+    end = time.perf_counter() + _WARM_UP
+    while time.perf_counter() < end:
+        call()
+
+
 def _summary(times: list[float]) -> Sample:
     ordered = sorted(times)
     p99 = ordered[min(len(ordered) - 1, int(len(ordered) * 0.99))]
@@ -74,7 +82,7 @@ def _latency(
     func: Any, args: tuple[Any, ...], count: int
 ) -> Callable[[Caller], Sample]:
     def run(caller: Caller) -> Sample:
-        _each(lambda: caller.sync(func, args), 10)
+        _warm_up(lambda: caller.sync(func, args))
         here, there = time.process_time(), caller.sync(functions.cpu_seconds, ())
         times = _each(lambda: caller.sync(func, args), count)
         here = time.process_time() - here
@@ -98,12 +106,13 @@ def _outstanding(caller: Caller, count: int = 2000) -> Sample:
 
 def _one_async(caller: Caller, count: int = 300) -> Sample:
     a, b = torch.ones(3, 3), torch.ones(3, 3)
+    _warm_up(lambda: caller.start(functions.add, (a, b)).wait())
     return _summary(_each(lambda: caller.start(functions.add, (a, b)).wait(), count))
 
 
 def _remote(caller: Caller, count: int = 300) -> Sample:
     remote, tensors = caller.remote, _tensors()
-    _each(lambda: remote(functions.add, tensors).to_here(), 20)
+    _warm_up(lambda: remote(functions.add, tensors).to_here())
     return _summary(_each(lambda: remote(functions.add, tensors).to_here(), count))
 
 
@@ -119,7 +128,7 @@ def _train(forward: Forward, count: int) -> Callable[[Caller], Sample]:
         return _backward_time(caller, lambda: forward(caller, x, y).sum())
 
     def run(caller: Caller) -> Sample:
-        _each(lambda: step(caller), 10)
+        _warm_up(lambda: step(caller))
         alone: list[float] = []
         times = _each(lambda: alone.append(step(caller)), count)
         return {**_summary(times), "alone": median(alone)}
@@ -185,7 +194,7 @@ def _step(caller: Caller, count: int = 100) -> Sample:
     with caller.autograd.context() as number:
         loss = functions.use_weights() + caller.sync(functions.use_weights, ())
         caller.autograd.backward(number, [loss])
-        _each(lambda: optimizer.step(number), 10)
+        _warm_up(lambda: optimizer.step(number))
         return _summary(_each(lambda: optimizer.step(number), count))
 
 
