@@ -313,9 +313,8 @@ def test_records_may_go_while_others_are_forgotten() -> None:
             context.records.popitem()
 
     before = gc.get_threshold()
-    gc.callbacks.append(
-        another_ends
-    )  # as what runs when things go, which takes its time
+    # As what runs when things go, which takes its time.
+    gc.callbacks.append(another_ends)
     gc.set_threshold(1)
     try:
         context.forget_records(3000, 3000)

@@ -110,21 +110,21 @@ class Context:
         send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
         with self.lock:
             self.sends[number] = send
-            send.place = len(self.sends)
-            if not send.leaves:
-                send.enter_late()
+            send.enter_late(len(self.sends))
         return send
 
     def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> None:
         node = make_recv(Crossing(number, sender, self.id, len(tensors)), tensors)
         self.recvs[number] = node  # in one step, as copying it: it needs no lock
 
-    def add_gradient(self, leaf: Tensor, gradient: Tensor) -> None:
+    def add_gradients(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Gradients of one leaf add up. Those that were handed out are left alone."""
         with self.lock:
-            before = self.gradients.setdefault(leaf, gradient)
-            if before is not gradient:
-                self.gradients[leaf] = add(before, gradient)
+            known = self.gradients
+            for leaf, gradient in found:
+                before = known.setdefault(leaf, gradient)
+                if before is not gradient:
+                    known[leaf] = add(before, gradient)
 
     def clear(self) -> list[Part]:
         """Let go of everything; the passes that were under way."""
@@ -264,7 +264,7 @@ class Contexts:
             return context
         context = Context(number)
         with self._lock:
-            if number >> _COUNT_BITS != self._worker and number not in self._released:
+            if owner(number) != self._worker and number not in self._released:
                 return self._contexts.setdefault(number, context)
         context.is_released = True
         return context
@@ -285,9 +285,7 @@ class Contexts:
 
     def remove(self, number: int) -> Context | None:
         """Take a context off the table; None if it was not there."""
-        if (
-            number >> _COUNT_BITS == self._worker
-        ):  # and what is late will not bring it back
+        if owner(number) == self._worker:  # what is late will not bring it back
             context = self._contexts.pop(number, None)
         else:
             with self._lock:

@@ -62,7 +62,7 @@ def keep(
             is_ours = is_ours and not (shared and place(gradient) in shared)
             gradient = gradient.detach() if gradient.requires_grad else gradient
             gradient = _own(leaf, gradient, is_ours=is_ours)
-        context.add_gradient(leaf, gradient)
+        context.add_gradients(((leaf, gradient),))
         if flags & ACCUMULATE:
             _accumulate(context, leaf, gradient)
         for hook in after:
@@ -83,16 +83,14 @@ def keep_fresh(
     context: Context, leaves: Sequence[Tensor], gradients: list[Tensor | None]
 ) -> None:
     """As `keep`, for plain leaves, and gradients with memory that nobody else has."""
-    with context.lock:
-        known = context.gradients
-        for leaf, gradient in zip(leaves, gradients, strict=True):
-            if gradient is not None:
-                if gradient.layout is _STRIDED:
-                    gradient = gradient.contiguous()  # the same, if it is
-                before = known.setdefault(leaf, gradient)
-                if before is not gradient:
-                    known[leaf] = add(before, gradient)
+    found = []
+    for leaf, gradient in zip(leaves, gradients, strict=True):
+        if gradient is not None:
+            if gradient.layout is _STRIDED:
+                gradient = gradient.contiguous()  # the same, if it is
+            found.append((leaf, gradient))
     gradients.clear()
+    context.add_gradients(found)
 
 
 def kept_so_far(context: Context, leaf: Tensor) -> Tensor | None:

@@ -138,8 +138,9 @@ class Send:
         edges: tuple[tuple[Any, int], ...] = self.node.next_functions
         return edges
 
-    def enter_late(self) -> None:
-        """Have the engine enter it at its place."""
+    def enter_late(self, place: int) -> None:
+        """Have the engine enter it at this place."""
+        self.place = place
         if self._output is not None:
             node: Any = self._output.grad_fn
             node._set_sequence_nr(self.place)
@@ -160,11 +161,7 @@ def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
-    if is_grad_enabled():
-        _apply_recv(_TOKEN, crossing, tuple(tensors))
-    else:
-        with torch.enable_grad():
-            _apply_recv(_TOKEN, crossing, tuple(tensors))
+    _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
     return tensors[0].grad_fn
 
 

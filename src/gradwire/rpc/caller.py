@@ -6,7 +6,6 @@ user code. A call ends once: by its answer, by its deadline, or with the worker 
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -65,10 +64,7 @@ class Caller:
         self._readers: dict[int, int] = {}  # by call, the thread that reads for it
         self._opening: set[int] = set()  # calls whose answer is here, not yet decoded
         self._exchanging: dict[int, int] = {}  # by number, whom a lane is used to call
-        self._numbers = (
-            itertools.count()
-        )  # of exchanges; each look at it takes one, too
-        self._looks = 0
+        self._exchanges = 0  # ever made, and so the next one's number
         self._posted = 0  # users' calls ever posted
         self._alarm = _FOR_EVER
 
@@ -79,9 +75,7 @@ class Caller:
     @property
     def started(self) -> int:
         """Users' calls ever made from here."""
-        with self._lock:
-            self._looks += 1
-            return self._posted + next(self._numbers) + 1 - self._looks
+        return self._posted + self._exchanges
 
     def answers(self) -> list[CallFuture]:
         """The futures of all that was posted and is not answered."""
@@ -99,7 +93,7 @@ class Caller:
         self, peer: Peer, call: Call, timeout: float | None, meanwhile: Any = None
     ) -> Any:
         """Call and wait; `meanwhile` is called when the request is on its way."""
-        if peer.id == self._me or not self._transport.has_lanes:
+        if not self._has_lane(peer):
             return wait_after(meanwhile, self.call_async(peer, call, timeout))
         parcel = self._codec.call(call, peer.manner)
         parcel.meanwhile = meanwhile
@@ -264,11 +258,12 @@ class Caller:
         is_over: Callable[[], bool] | None = None,
     ) -> Any:
         seconds = self._seconds(timeout)
-        if self._held.requests:
-            self._held.flush(peer.id)
-        number = next(self._numbers)
+        self._held.flush(peer.id)
+        with self._lock:
+            self._exchanges += 1
+            number = self._exchanges
+            self._exchanging[number] = peer.id
         frame = None
-        self._exchanging[number] = peer.id  # in one step: it needs no lock
         try:
             try:
                 limit = None if seconds in _NO_LIMIT else seconds
@@ -278,7 +273,7 @@ class Caller:
             value = self._open(peer, what, frame)
             return after(frame, value) if frame.waits else value
         finally:
-            del self._exchanging[number]
+            del self._exchanging[number]  # in one step, as copying it: it needs no lock
             if parcel.freight:
                 arrived = frame is not None and frame.kind == RESULT
                 account(parcel.freight, arrived=arrived)

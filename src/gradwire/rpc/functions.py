@@ -7,7 +7,9 @@ from typing import Any, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-MARK = "_wrapped_async_rpc_function"  # the attribute torch uses: its functions work too
+_MARK = (
+    "_wrapped_async_rpc_function"  # the attribute torch uses: its functions work too
+)
 
 
 def async_execution(func: F) -> F:
@@ -23,9 +25,9 @@ def async_execution(func: F) -> F:
     """
 
     inner = func.__func__ if isinstance(func, (staticmethod, classmethod)) else func
-    setattr(inner, MARK, inner)
+    setattr(inner, _MARK, inner)
     return func
 
 
 def is_async_execution(func: Any) -> bool:
-    return hasattr(func, MARK)
+    return hasattr(func, _MARK)

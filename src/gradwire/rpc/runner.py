@@ -12,7 +12,7 @@ from ..wire.functions import describe, resolve
 from ..wire.messages import Call
 from . import modes
 from .allow import AllowList
-from .functions import MARK
+from .functions import is_async_execution
 from .futures import Loops
 
 
@@ -78,7 +78,7 @@ class Runner:
         if type(value) is types.CoroutineType:
             steps = value if call.modes is None else modes.carried(value, call.modes)
             return Later(self._loops.run(steps))
-        if hasattr(function, MARK):
+        if is_async_execution(function):
             if not isinstance(value, torch.Future):  # what `then` returns is no more
                 raise TypeError(
                     f"{describe(function)} is marked async_execution and must return a "

@@ -19,7 +19,7 @@ from typing import Any
 
 from ..errors import ProtocolError
 from ..wire import memory
-from ..wire.frames import HEADER, VERSION, Frame, Header, Limits, Parcel, refusal
+from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
 from ..wire.messages import GOODBYE, NOTES
 from .base import NAP, Traffic
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
@@ -31,7 +31,6 @@ Waiting = Callable[[], AbstractContextManager[None]]
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
 _HEADER: int = HEADER.size
-_unpack = HEADER.unpack_from
 _PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
 
 
@@ -52,7 +51,6 @@ class StreamReader:
         self._sock = sock
         self._recv = sock.recv
         self._limits = limits
-        self._most, self._most_bulk = limits
         self._recycler = recycler
         self._traffic = traffic or Traffic()
         self._rest = b""
@@ -95,10 +93,8 @@ class StreamReader:
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
-        header: Header = _unpack(data, at)
-        version, kind, encoding, length, call, scope, mark, bulk, segment, over = header
-        if version != VERSION or length > self._most or bulk > self._most_bulk:
-            raise refusal(header, self._limits)
+        header = parse_header(data, self._limits, at)
+        _, kind, encoding, length, call, scope, mark, bulk, segment, over = header
         start = at + _HEADER
         end = start + length
         if end <= len(data) and not (bulk or segment or kind in NOTES):  # as most are

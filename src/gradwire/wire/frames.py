@@ -178,19 +178,13 @@ def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Heade
     """
     header: Header = HEADER.unpack_from(data, at)
     version, _, _, body, _, _, _, bulk, _, _ = header
-    if version != VERSION or body > limits.body or bulk > limits.bulk:
-        raise refusal(header, limits)
-    return header
-
-
-def refusal(header: Header, limits: Limits) -> ProtocolError:
-    """Why a header is not accepted."""
-    version, _, _, body, _, _, _, bulk, _, _ = header
     if version != VERSION:
-        return ProtocolError(f"frame of version {version}, this is version {VERSION}")
+        raise ProtocolError(f"frame of version {version}, this is version {VERSION}")
     if body > limits.body:
-        return ProtocolError(f"body of {body} bytes, the limit is {limits.body}")
-    return ProtocolError(f"bulk of {bulk} bytes, the limit is {limits.bulk}")
+        raise ProtocolError(f"body of {body} bytes, the limit is {limits.body}")
+    if bulk > limits.bulk:
+        raise ProtocolError(f"bulk of {bulk} bytes, the limit is {limits.bulk}")
+    return header
 
 
 def aligned(offset: int) -> int:

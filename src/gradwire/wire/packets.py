@@ -19,14 +19,13 @@ from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from . import memory, plain
 from .frames import Parcel, Piece, aligned
-from .plans import NOT_KNOWN, Learner, Plan, read_length, room, too_odd, too_short
+from .plans import Learner, Plan, room, too_odd, too_short
 from .signatures import LENGTH, MAX_REMEMBERED, MAX_SIGNATURE, Subject
-from .tensors import DTYPE_CODES, INLINE
+from .tensors import DTYPE_CODES, INLINE, is_plain
 
 _SUBJECT: Subject = (0, None, (), None, False)  # a packet's kind is in its header
 _NOWHERE = (None, 0)
@@ -132,9 +131,7 @@ def _describe(packet: Packet) -> _Known | None:
 def _can_go(tensor: Tensor) -> bool:
     return (
         type(tensor) is Tensor
-        and tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.dtype in DTYPE_CODES
+        and is_plain(tensor)
         and (tensor.nbytes <= INLINE or tensor.is_contiguous())
     )
 
@@ -176,11 +173,7 @@ class PacketDecoder(Learner["_PacketPlan"]):
         Raises:
             ProtocolError: the bytes make no sense.
         """
-        try:
-            at = 4 + read_length(body)[0]
-            plan = self._known[body[4:at]]
-        except NOT_KNOWN:
-            plan, at = self._learn(body)
+        plan, at = self._find(body)
         if plan.bulk and plan.bulk > room(area):
             raise too_short()
         try:

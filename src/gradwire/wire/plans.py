@@ -28,10 +28,7 @@ _Small = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any]]
 """How to make a small tensor: a function, its arguments, and what puts bytes at an address."""
 
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
-read_length = LENGTH.unpack_from
-NOT_KNOWN = (KeyError, ValueError, struct.error)
-"""What is raised when a signature is looked up that is new, is in memory that cannot be hashed, or
-is none."""
+_read_length = LENGTH.unpack_from
 
 
 class Learner(Generic[P]):
@@ -42,11 +39,18 @@ class Learner(Generic[P]):
         self._known: dict[bytes | memoryview, P] = {}
         self._learned = 0
 
-    def _learn(self, body: bytes | memoryview) -> tuple[P, int]:
+    def _find(self, body: bytes | memoryview) -> tuple[P, int]:
         """What to do with what follows a signature, and where that begins."""
+        try:
+            end = 4 + _read_length(body)[0]
+            return self._known[body[4:end]], end
+        except (KeyError, ValueError, struct.error):
+            return self._learn(body)  # it is new, in memory that has no hash, or none
+
+    def _learn(self, body: bytes | memoryview) -> tuple[P, int]:
         if len(body) < LENGTH.size:
             raise ProtocolError("message without a signature")
-        end = LENGTH.size + read_length(body)[0]
+        end = LENGTH.size + _read_length(body)[0]
         signature = bytes(body[LENGTH.size : end])
         plan = self._known.get(signature)  # it was in memory that cannot be hashed
         if plan is not None:
@@ -80,11 +84,7 @@ class Decoder(Learner["Plan"]):
         Raises:
             ProtocolError: the bytes make no sense.
         """
-        try:
-            at = 4 + read_length(body)[0]
-            plan = self._known[body[4:at]]
-        except NOT_KNOWN:
-            plan, at = self._learn(body)
+        plan, at = self._find(body)
         if not plan.is_small:
             values = plan.fixed
             if values is None or at > len(body):

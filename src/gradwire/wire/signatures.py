@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from operator import attrgetter, itemgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from . import memory, plain
 from .frames import Limits, Parcel, Piece, aligned
-from .tensors import DTYPE_CODES, INLINE
+from .tensors import DTYPE_CODES, INLINE, is_plain
 
 Dump = Callable[[Any], bytes]
 
@@ -216,7 +215,7 @@ def _describe(
     for value in values:
         if type(value) is not Tensor:
             specs.append(None if value is None else 0)
-        elif not _is_usual(value):
+        elif not is_plain(value):
             return None
         else:
             spec = (DTYPE_CODES[value.dtype], tuple(value.shape), value.requires_grad)
@@ -237,15 +236,6 @@ def _describe(
     traced = [n for n, spec in enumerate(specs) if type(spec) is tuple and spec[2]]
     count, pick = len(reads) + len(offsets), picker(traced, len(specs))
     return _Known(prefix, count, pick, reads if is_simple else None, offsets, bulk)
-
-
-def _is_usual(tensor: Tensor) -> bool:
-    return (
-        tensor.layout is torch.strided
-        and tensor.is_cpu
-        and not tensor.is_nested
-        and tensor.dtype in DTYPE_CODES
-    )
 
 
 def picker(places: list[int], count: int) -> Pick:
