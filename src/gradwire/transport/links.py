@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import PING
-from . import segments
+from . import letters, segments
 from .base import Card, IsOver
 from .channels import CallerChannel, Channel
 from .dialing import Dialer
@@ -171,7 +171,10 @@ class OutgoingLink:
 
     def _open_lane(self, deadline: float | None) -> CallerLane:
         sock = self._dialer.open(Purpose.LANE, deadline)
-        lane = CallerLane(self._station, self._stream(sock), self.peer)
+        stream = self._stream(sock)
+        if letters.are_possible():
+            stream.offer_letters()
+        lane = CallerLane(self._station, stream, self.peer)
         with self._lock:
             if self._closed:
                 sock.close()

@@ -152,7 +152,7 @@ class LaneEnd:
             self._owed.add(number)
         if self._questions.pop(number, None) is None:
             self._owed.discard(number)  # it is answered, or just being
-        self._watch()
+        self._look()  # for what was read and not seen to
 
     def _read_for(self, question: Question, limit: Limit, spin: Spin | None) -> None:
         """With the role: read until there is the answer, or a request."""
@@ -203,10 +203,11 @@ class LaneEnd:
         if not self._take_role(object()):
             return  # who reads has it watched again
         try:
-            self._stream.reader.pull()
+            try:
+                self._stream.reader.pull()
+            except BlockingIOError:
+                pass
             self._take_in(None)
-        except BlockingIOError:
-            pass
         except BROKEN as error:
             self.fail(error)
         finally:

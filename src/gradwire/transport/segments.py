@@ -85,6 +85,12 @@ class Segment:
         """The first bytes after the flag, as a buffer. Whoever has it must keep the segment."""
         return (ctypes.c_char * length).from_address(self._memory.data_ptr() + START)
 
+    def view(self) -> memoryview:
+        """All bytes after the flag. They keep the segment."""
+        area = self.area(self.size)
+        area.holder = self
+        return memoryview(area).cast("B")
+
     def empty(self) -> None:
         """Give its pages back to the system, until it is used again."""
         start = ctypes.c_void_p(self._memory.data_ptr())
@@ -130,6 +136,11 @@ class SegmentPool:
             raise
         return segment
 
+    def lend(self, size: int) -> Segment | None:
+        """A new segment for the two to use as they agree; None if there can be none."""
+        with self._lock:
+            return self._create(size)
+
     def trim(self, idle: float) -> None:
         """Give the memory of segments that were not used lately back to the system."""
         limit = time.monotonic() - idle
@@ -153,6 +164,9 @@ class SegmentPool:
                 return None
             created = self._create(size)
             if created is not None:
+                created.take()
+                created.used_at = time.monotonic()
+                self._total += size
                 kept.append(created)
             return created
 
@@ -163,7 +177,6 @@ class SegmentPool:
             fd = _new_memfd(START + size)
             try:
                 segment = Segment(self._count + 1, fd, size)
-                segment.take()
                 notice = _NOTICE.pack(segment.id, size)
                 socket.send_fds(self._side, [notice], [fd])
             finally:
@@ -171,9 +184,7 @@ class SegmentPool:
         except (OSError, ValueError):
             self._broken = True  # out of memory or descriptors: the stream still works
             return None
-        segment.used_at = time.monotonic()
         self._count += 1
-        self._total += size
         return segment
 
 
@@ -197,6 +208,18 @@ class SegmentMap:
         area = segment.area(length)
         area.holder = _Holder(segment)
         return area
+
+    def borrow(self, number: int, size: int) -> Segment:
+        """A segment that was lent to us, of at least that size.
+
+        Raises:
+            ProtocolError: it was not.
+        """
+        segment = self._receive(number)
+        del self._known[number]
+        if segment.size < size:
+            raise ProtocolError(f"segment of {segment.size} bytes, not {size}")
+        return segment
 
     def _receive(self, number: int) -> Segment:
         with self._lock:

@@ -3,7 +3,7 @@
 Sockets here never block; who has to wait polls, with a deadline. Bulk areas are received straight
 into the memory their tensors will live in. `Spin` is the one trick: for a short while before
 sleeping, look again and again, because being woken costs more than looking; it backs off where
-that does not pay.
+that does not pay. Small frames may come as letters while we look (`letters.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ from typing import Any
 from ..errors import ProtocolError
 from ..wire import memory
 from ..wire.frames import HEADER, Frame, Header, Limits, Parcel, parse_header
-from ..wire.messages import GOODBYE, NOTES
+from ..wire.messages import GOODBYE, LETTERS, NOTES
+from . import letters
 from .base import NAP, Traffic
+from .letters import Inbox, Outbox
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
 from .spin import Patience, Spin
 
@@ -31,6 +33,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 _CHUNK = 65536
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
 _HEADER: int = HEADER.size
+_BELL = Parcel(LETTERS, 0, b"").header(0)
 _PIECE = 4 << 20  # read and written at a time: larger ones gain nothing
 
 
@@ -48,6 +51,10 @@ class StreamReader:
         self.notes: deque[int] = deque()  # kinds of the transport's own messages
         self.said_goodbye = False
         self.segments: SegmentMap | None = None
+        self.inbox: Inbox | None = None
+        self.offered: Callable[[int], None] = _refuse
+        """Called with the number of a segment that is offered for letters."""
+        self.received = 0  # bytes from the socket
         self._sock = sock
         self._recv = sock.recv
         self._limits = limits
@@ -71,12 +78,20 @@ class StreamReader:
             count = self._sock.recv_into(self._parts[0][:_PIECE])
             if not count:
                 raise EOFError("connection closed in the middle of a frame")
+            self.received += count
             self._traffic.received += count
             self._filled(count)
             return True
         data = self._recv(_CHUNK)
+        if self.inbox is not None:
+            letter = self.inbox.take()
+            if letter is not None:
+                self.open_letter(letter)  # which is older
+                if not data:
+                    return True
         if not data:
             raise EOFError("connection closed")
+        self.received += len(data)
         self._traffic.received += len(data)
         if self._rest:
             data = self._rest + data
@@ -90,6 +105,25 @@ class StreamReader:
         if at < end:
             self._rest = data[at:]
         return True
+
+    def look(self) -> bool:
+        """As `pull`, but look for a letter first; there is an inbox."""
+        letter = self.inbox.look()  # type: ignore[union-attr]
+        if letter is None:
+            return self.pull()
+        self.open_letter(letter)
+        return True
+
+    def open_letter(self, letter: bytes) -> None:
+        """Take a frame in that came as a letter.
+
+        Raises:
+            ProtocolError: it is none.
+        """
+        length = len(letter)
+        self._traffic.received += length
+        if length < _HEADER or self._take(letter, 0) != length:
+            raise ProtocolError(f"letter of {length} bytes that is no frame")
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
@@ -141,6 +175,10 @@ class StreamReader:
 
     def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
         _, kind, encoding, _, call, scope, mark, bulk, segment, over = header
+        if kind == LETTERS:
+            if segment:
+                self.offered(segment)
+            return  # else it rings, and whoever takes that has looked for a letter
         if kind in NOTES:
             self.said_goodbye |= kind == GOODBYE
             self.notes.append(kind)
@@ -156,11 +194,17 @@ class StreamReader:
         self.frames.append(frame)
 
 
+def _refuse(segment: int) -> None:
+    raise ProtocolError("letters offered where there can be none")
+
+
 class StreamWriter:
     """Puts frames into a socket. One thread at a time."""
 
     def __init__(self, sock: socket.socket, waiting: Waiting, traffic: Traffic) -> None:
         self.segments: SegmentPool | None = None
+        self.outbox: Outbox | None = None
+        self.sent = 0  # bytes by the socket
         self._traffic = traffic
         self._sock = sock
         self._send = sock.send
@@ -176,36 +220,37 @@ class StreamWriter:
             TimeoutError: not all of it could be sent in time. The connection is of no more use.
             OSError: the connection is over.
         """
-        if not parcel.bulk_length:
-            self.write_bytes(parcel.header(call) + parcel.body, deadline)
-            return
         segment = None
-        if self.segments is not None:
-            segment = self.segments.place(parcel.bulk, parcel.bulk_length)
-        if segment is None:
-            self._write_buffers(_in_stream(call, parcel), deadline)
-        else:
+        if parcel.bulk_length:
+            if self.segments is not None:
+                segment = self.segments.place(parcel.bulk, parcel.bulk_length)
+            if segment is None:
+                self._write_buffers(_in_stream(call, parcel), deadline)
+                return
             parcel.bulk = ()  # lets go of its memory before the other side goes on
-            self._write_segment(call, parcel, segment, deadline)
             self._traffic.sent += parcel.bulk_length
+        data = parcel.header(call, segment.id if segment else 0) + parcel.body
+        outbox = self.outbox
+        found = None if outbox is None else outbox.put(data, self.sent)
+        if found:
+            self._traffic.sent += len(data)
+            return
+        try:
+            self.write_bytes(data if found is None else _BELL, deadline)
+        except BaseException:
+            if segment is not None:
+                segment.give_back()
+            raise
 
     def write_bytes(self, data: bytes, deadline: float | None = None) -> None:
         try:
             sent = self._send(data)
         except BlockingIOError:
             sent = 0
+        self.sent += sent
         self._traffic.sent += sent
         if sent < len(data):
             self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
-
-    def _write_segment(
-        self, call: int, parcel: Parcel, segment: Segment, deadline: float | None
-    ) -> None:
-        try:
-            self.write_bytes(parcel.header(call, segment.id) + parcel.body, deadline)
-        except BaseException:
-            segment.give_back()
-            raise
 
     def _write_buffers(
         self, buffers: deque[memoryview], deadline: float | None
@@ -221,6 +266,7 @@ class StreamWriter:
                 if drained:
                     self.drained_at = time.monotonic()
                 continue
+            self.sent += sent
             self._traffic.sent += sent
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.popleft())
@@ -278,6 +324,8 @@ class Stream:
         self._readable.register(sock, select.POLLIN)
         self._patience = Patience()
         self._pull = self.reader.pull
+        self._look = self.reader.look
+        self.reader.offered = self._accept_letters
 
     def share_memory(
         self, pool: SegmentPool | None, segments: SegmentMap | None
@@ -291,12 +339,52 @@ class Stream:
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
         """
-        if spin is not None and self._patience.look(spin, self._pull, times):
+        if spin is not None and self.look(spin, times):
             return
         try:
             self._pull()
         except BlockingIOError:
             poll_until(self._readable, deadline)
+
+    def look(self, spin: Spin, times: int = 1) -> bool | None:
+        """Take in what comes within a short while, if it pays to look for it.
+
+        Raises:
+            EOFError, OSError, ProtocolError: as `pull`.
+        """
+        reader = self.reader
+        if reader.inbox is None:
+            return self._patience.look(spin, self._pull, times)
+        reader.inbox.begin(reader.received)
+        try:
+            found = self._patience.look(spin, self._look, times)
+        finally:
+            letter = reader.inbox.end()
+            if letter is not None:  # it came as the last look was over
+                reader.open_letter(letter)
+        return found or letter is not None
+
+    def offer_letters(self) -> None:
+        """Have small frames go by shared memory, if there is some."""
+        pool = self.writer.segments
+        segment = pool.lend(letters.BOXES) if pool is not None else None
+        if segment is None:
+            return
+        self._use_letters(segment, offered=True)
+        try:
+            self.writer.write_bytes(Parcel(LETTERS, 0, b"").header(0, segment.id))
+        except OSError:
+            pass  # it is over: whoever uses it will notice
+
+    def _accept_letters(self, number: int) -> None:
+        if self.reader.segments is None or self.reader.inbox is not None:
+            raise ProtocolError("letters offered where there can be none")
+        segment = self.reader.segments.borrow(number, letters.BOXES)
+        self._use_letters(segment, offered=False)
+
+    def _use_letters(self, segment: Segment, *, offered: bool) -> None:
+        boxes = letters.boxes(segment.view(), offered=offered)
+        self.reader.inbox, self.writer.outbox = boxes
 
     def hang_up(self) -> None:
         """End the connection; whoever waits on it wakes up."""
@@ -306,6 +394,7 @@ class Stream:
             pass  # it is over already
 
     def close(self) -> None:
-        """Hang up and free the descriptor. Only when nobody waits on it."""
+        """Hang up, and free the descriptor and memory. Only when nobody waits on it."""
         self.hang_up()
         self.sock.close()
+        self.reader.inbox = self.writer.outbox = None

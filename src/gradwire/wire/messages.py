@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-CALL, RESULT, FAILURE, PING, PONG, GOODBYE = 1, 2, 3, 4, 5, 6
-NOTES = frozenset((PING, PONG, GOODBYE))
+CALL, RESULT, FAILURE, PING, PONG, GOODBYE, LETTERS = 1, 2, 3, 4, 5, 6, 7
+NOTES = frozenset((PING, PONG, GOODBYE, LETTERS))
 """Said on a link by the transport itself, without a body, and never answered."""
 FIRST_UPPER = 16
 
