@@ -132,7 +132,7 @@ def test_a_letter_to_one_who_just_ceased_to_look_rings() -> None:
         outbox._fence = Slow()  # type: ignore[assignment]
         write(here, 1)
         assert here.writer.sent > 0
-        there.read(time.monotonic() + 5, None)  # as one who slept and is woken
+        there.read(time.monotonic() + 5)  # as one who slept and is woken
         assert taken(there) == [1]
 
 
@@ -229,7 +229,8 @@ def test_none_is_lost_while_both_ends_fall_asleep_and_wake() -> None:
     def take(stream: Stream, spin: Spin) -> int:
         stream._patience = Patience()  # look each time, also if it did not pay
         while not stream.reader.frames:
-            stream.read(time.monotonic() + 10, spin)
+            if not stream.look(spin):
+                stream.read(time.monotonic() + 10)
         return stream.reader.frames.popleft().call
 
     def play(stream: Stream, asks: bool) -> None:

@@ -310,7 +310,8 @@ class CallerChannel(Channel):
                 if self._frames or call in self._in_delivery or answer.done():
                     return
             with self._station.executor.waiting():
-                self._stream.read(deadline, self._station.spin)
+                if not self._stream.look(self._station.spin):
+                    self._stream.read(deadline)
             self._take_notes()
         except TimeoutError:
             pass

@@ -93,9 +93,10 @@ class ServerLane(LaneEnd):
         """Answer requests until it is quiet or over."""
         try:
             while True:
-                frame = self._next_request(time.monotonic() + _QUIET)
+                frame = self._next_request()
                 number, parcel = frame.call, self.run(frame)
                 del frame  # its memory goes back before the caller goes on
+                self._expect(self)  # the next may follow at once
                 self.reply(number, parcel)
                 del parcel
         except TimeoutError:
@@ -112,7 +113,7 @@ class ServerLane(LaneEnd):
         if self._unpark():
             self._end()
 
-    def _next_request(self, deadline: float) -> Frame:
+    def _next_request(self) -> Frame:
         """Wait for a request.
 
         Raises:
@@ -122,11 +123,15 @@ class ServerLane(LaneEnd):
             raise TimeoutError
         if self._tangled:
             self.untangle()
-        frames, read, spin = self._frames, self._stream.read, self._station.spin
+        frames = self._frames
         try:
             while True:
-                while not frames:
-                    read(deadline, spin, ALONE)
+                if frames:
+                    self._stream.cease()
+                else:
+                    self._stream.look(self._station.spin, ALONE)
+                if not frames:
+                    self._sleep()
                 frame = frames.popleft()
                 if frame.kind in ANSWERS:
                     self._hand_out(frame, None)
@@ -136,6 +141,16 @@ class ServerLane(LaneEnd):
                 return frame
         finally:
             self._let_go()
+
+    def _sleep(self) -> None:
+        """Wait for a frame, whichever it is.
+
+        Raises:
+            TimeoutError: it has been quiet for long.
+        """
+        deadline = time.monotonic() + _QUIET
+        while not self._frames:
+            self._stream.read(deadline)
 
     def _park(self) -> None:
         """Give the thread back."""

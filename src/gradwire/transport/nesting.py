@@ -19,6 +19,7 @@ number, requests are run in threads of their own. These hold, so that everything
 * Answers are handed out by the reader as such: who takes over from it has missed nothing.
 * Who waits without reading (its request is run by B, or another one reads) is rung when that ends.
   If it is not within moments, the poller is asked to look, too.
+* Letters are expected by the one who reads, and not any more when it sleeps or lets go of that.
 * A thread leaves its question before it answers its own request. So when the connector's end has
   its answer, all that the acceptor's end asked before has arrived and is counted (`_jobs`), and
   nothing is asked afterwards. A lane with anything left to come is not used again.
@@ -95,12 +96,12 @@ class LaneEnd:
             return None
         question = Question()
         try:
-            if self._tangled:
-                return None
-            self.send(question, parcel, deadline)
-        finally:
-            self._writing.release()
-        try:
+            try:
+                if self._tangled:
+                    return None
+                self.send(question, parcel, deadline)
+            finally:
+                self._writing.release()
             parcel.was_sent()
             here.let_asker_rest()
             limit = Limit(deadline, is_over)
@@ -109,12 +110,11 @@ class LaneEnd:
             self.leave(question)
 
     def send(self, question: Question, parcel: Parcel, deadline: float | None) -> None:
-        """Send a request. The caller may write."""
+        """Send a request. The caller may write; it reads here from now on, if nobody does."""
+        self._expect(question)
         self._asked += 2
         number = self._asked + (parcel.meanwhile is not None)  # odd: nobody reads yet
         self._questions[number] = question
-        if self._watched:
-            self._unwatch()
         try:
             self._write(number, parcel, deadline)
         except BaseException as error:
@@ -143,6 +143,7 @@ class LaneEnd:
     def leave(self, question: Question) -> None:
         """The thread that asked goes on, with an answer or without."""
         if self._reader.get(_ROLE) is question:
+            self._stream.cease()
             self._let_go()
         number = question.number
         if not number or (question.answer is not None and not question.jobs):
@@ -160,10 +161,11 @@ class LaneEnd:
             while question.answer is None and not question.jobs:
                 if self._error is not None:
                     raise EOFError(str(self._error))
-                try:
-                    self._stream.read(limit.next(), spin, ALONE)
-                except TimeoutError:
-                    limit.check()
+                if spin is None or not self._stream.look(spin, ALONE):
+                    try:
+                        self._stream.read(limit.next())
+                    except TimeoutError:
+                        limit.check()
                 self._take_in(question)
         except TimeoutError:
             raise
@@ -240,8 +242,13 @@ class LaneEnd:
             self._unwatch()
         return True
 
+    def _expect(self, who: object) -> None:
+        """Become the one who reads, if there is none, and say that something can come."""
+        if self._take_role(who):
+            self._stream.expect()
+
     def _let_go(self) -> None:
-        """Give up the role."""
+        """Give up the role. Nothing is expected any more."""
         del self._reader[_ROLE]
         if self._resting or self._tangled or self._unattended:
             self._watch()

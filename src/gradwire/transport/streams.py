@@ -333,36 +333,45 @@ class Stream:
         self.writer.segments = pool
         self.reader.segments = segments
 
-    def read(self, deadline: float | None, spin: Spin | None, times: int = 1) -> None:
-        """Wait for something to come, and take it in.
+    def read(self, deadline: float | None) -> None:
+        """Wait for something to come, and take it in; or nothing, then wait again.
 
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
         """
-        if spin is not None and self.look(spin, times):
+        if self.cease():
             return
         try:
             self._pull()
         except BlockingIOError:
             poll_until(self._readable, deadline)
 
+    def expect(self) -> None:
+        """Say ahead that one will `look`, or `read`; if not, one has to `cease`."""
+        if self.reader.inbox is not None:
+            self.reader.inbox.begin(self.reader.received)
+
+    def cease(self) -> bool:
+        """Expect nothing any more; whether something came by now, and is taken in."""
+        letter = None if self.reader.inbox is None else self.reader.inbox.end()
+        if letter is not None:
+            self.reader.open_letter(letter)
+        return letter is not None
+
     def look(self, spin: Spin, times: int = 1) -> bool | None:
-        """Take in what comes within a short while, if it pays to look for it.
+        """Take in what comes within a short while, if it pays to look for it; whether it did.
 
         Raises:
             EOFError, OSError, ProtocolError: as `pull`.
         """
-        reader = self.reader
-        if reader.inbox is None:
+        if self.reader.inbox is None:
             return self._patience.look(spin, self._pull, times)
-        reader.inbox.begin(reader.received)
+        self.expect()
         try:
             found = self._patience.look(spin, self._look, times)
         finally:
-            letter = reader.inbox.end()
-            if letter is not None:  # it came as the last look was over
-                reader.open_letter(letter)
-        return found or letter is not None
+            came_late = self.cease()
+        return found or came_late
 
     def offer_letters(self) -> None:
         """Have small frames go by shared memory, if there is some."""
