@@ -3,7 +3,9 @@
 Each program is run twice: locally, where torch fills `.grad`, and over workers.
 """
 
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -12,12 +14,23 @@ from torch import Tensor
 
 import gradwire as gw
 from autograd_world import doubles
+from gradwire.autograd import hooks
 from gradwire.testing import World
 
 close = torch.testing.assert_close
 
 Call = Callable[[Tensor], Tensor]
 Hook = Callable[[Tensor, list[str]], object]
+
+
+@pytest.fixture(autouse=True)
+def no_hooks_so_far() -> Iterator[None]:
+    """As in a program that has put none on any node yet."""
+    were = bool(hooks.on_nodes)
+    hooks.on_nodes.clear()
+    yield
+    if were:
+        hooks.on_nodes[:] = [True]
 
 
 def accumulator(leaf: Tensor) -> Any:
@@ -256,3 +269,39 @@ def test_hooks_of_sends(kind: str, is_profiled: bool) -> None:
         direct = weigh(h) if kind == "residual" else 0
         expected = (back + direct) * (1 if kind == "by itself" else 3)
         close(gw.get_gradients(ctx)[x], expected.detach())
+
+
+@pytest.mark.parametrize("put", [before_accumulator, after_accumulator, all_of_them])
+def test_it_is_noted_when_a_node_gets_its_first_hook(put: Hook) -> None:
+    leaf = doubles(3)
+    node = accumulator(leaf)
+    assert not hooks.before(node)
+    assert not hooks.after(node)
+    assert not hooks.on_nodes
+    kept = put(leaf, [])
+    assert hooks.on_nodes
+    assert hooks.before(node) or hooks.after(node)
+    del kept
+
+
+HOOKS_BEFORE = """
+import torch
+x = torch.ones(3, requires_grad=True)
+node = x.view_as(x).grad_fn.next_functions[0][0]
+{put}
+import gradwire
+from gradwire.autograd import hooks
+print(len(hooks.after(node)), bool(hooks.on_nodes))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("put", "said"), [("node.register_hook(print)", "1 True"), ("", "0 False")]
+)
+def test_hooks_that_were_there_before_us_are_found(put: str, said: str) -> None:
+    code = HOOKS_BEFORE.format(put=put)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == said

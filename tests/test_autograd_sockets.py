@@ -17,8 +17,8 @@ import gradwire as gw
 from autograd_world import ENOUGH, Raises, doubles
 from calls_world import held, holding, meanwhile
 from gradwire.api import current_worker, enter
-from gradwire.autograd import recording
 from gradwire.autograd.contexts import Context
+from gradwire.autograd.recording import Recording
 from gradwire.errors import CallTimeout, GradwireError, WorkerLostError
 from gradwire.rpc.functions import async_execution
 from sockets_world import close_world, open_world, vanish, wait_until
@@ -448,6 +448,36 @@ def update(ctx: int, rate: float) -> None:
 kept: dict[str, Tensor] = {}
 
 
+def answer_to(x: Tensor) -> Tensor:
+    return x * 5
+
+
+def sends(way: str, to: str, x: Tensor) -> Callable[[], Tensor]:
+    """Send it in some way; how to get the answer."""
+    if way == "sync":
+        result: Tensor = gw.rpc_sync(to, answer_to, (x,))
+        return lambda: result
+    if way == "async":
+        return gw.rpc_async(to, answer_to, (x,)).wait
+    return gw.remote(to, answer_to, (x,)).to_here
+
+
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+@pytest.mark.parametrize("way", ["sync", "async", "remote"])
+@pytest.mark.parametrize("is_full", [False, True])
+def test_what_was_sent_may_be_changed_in_place_at_once(
+    workers: Workers, to: str, way: str, is_full: bool
+) -> None:
+    for _ in range(20):  # `remote` holds requests back when that pays
+        with gw.context() as context:
+            x = doubles(SMALL)
+            y = x * 2
+            answer = sends(way, to, y)
+            y.mul_(3)
+            gw.backward(context, [answer().sum()], create_graph=is_full)
+            close(gw.get_gradients(context)[x].detach(), torch.full_like(x, 10))
+
+
 def doubled(x: Tensor) -> Tensor:
     kept["doubled"] = x * 2
     return kept["doubled"]
@@ -462,14 +492,14 @@ def test_what_is_asked_for_next_does_not_change_what_was_returned(
 ) -> None:
     """The thread that returned it is late with what it does afterwards."""
     has_changed, caller = threading.Event(), threading.current_thread()
-    look = recording.look_at_graph
+    do = Recording._sent
 
-    def look_late(seen: Context) -> None:
+    def do_late(self: Recording, context: Context, mark: int) -> None:
         if threading.current_thread() is not caller:
             assert has_changed.wait(ENOUGH)
-        look(seen)
+        do(self, context, mark)
 
-    monkeypatch.setattr(recording, "look_at_graph", look_late)
+    monkeypatch.setattr(Recording, "_sent", do_late)
     with gw.context() as context:
         x = doubles(SMALL)
         y = gw.rpc_sync("worker1", doubled, args=(x,))

@@ -2,27 +2,40 @@
 
 torch calls them where it runs a node. A pass does not run the nodes behind leaves, so their hooks
 are called by `gradients.py`; and it cuts sends and recvs short, unless they have hooks.
+
+Few programs put hooks on nodes at all, and to ask a node for its hooks takes long. So it is noted
+if any node gets one, ever: torch calls `Function._register_hook` for each, which is replaced here
+by one that takes note. It is not documented. If torch no longer calls it, or if there were hooks
+before this file was loaded, all nodes count as having some (`_note_all`), and each is asked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-Hooks = list[Callable[..., Any]]
+import torch
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+Hooks = Sequence[Callable[..., Any]]
 
 on_crossings: list[bool] = []
 """Not empty: some send or recv got hooks, ever."""
 
+on_nodes: list[bool] = []
+"""Not empty: some node may have got hooks, ever."""
+
 
 def before(node: Any) -> Hooks:
     """Those that are called before a node is run."""
-    return _known_to(node.register_prehook)
+    return _known_to(node.register_prehook) if on_nodes else ()
 
 
 def after(node: Any) -> Hooks:
     """Those that are called when a node was run."""
-    return _known_to(node.register_hook)
+    return _known_to(node.register_hook) if on_nodes else ()
 
 
 def has_any(node: Any) -> bool:
@@ -46,6 +59,33 @@ def _known_to(register: Callable[..., Any]) -> Hooks:
 
 def _nothing(*_: object) -> None:
     pass
+
+
+def _note_all() -> None:
+    """Have it noted when any node gets a hook."""
+    were_some = RemovableHandle.next_id > 0  # of any kind
+    function: Any = Function
+    register = getattr(function, "_register_hook", None)
+
+    def noting(known: Any, hook: Callable[..., Any]) -> Any:
+        if hook is not _nothing:
+            on_nodes[:] = [True]
+        return register(known, hook)  # type: ignore[misc]
+
+    if register is not None:
+        function._register_hook = staticmethod(noting)
+    node: Any = get_gradient_edge(torch.zeros((), requires_grad=True)).node
+    are_noted = _is_noted(node.register_prehook) and _is_noted(node.register_hook)
+    on_nodes[:] = [] if are_noted and not were_some else [True]
+
+
+def _is_noted(register: Callable[..., Any]) -> bool:
+    on_nodes.clear()
+    register(lambda *_: None)
+    return bool(on_nodes)
+
+
+_note_all()
 
 
 def note(kind: Any) -> None:

@@ -4,10 +4,11 @@ A *send* stands at the end of the sender's graph: a node over exactly the tensor
 own output is an empty tensor that nobody sees; a pass calls the engine with it, and the node's
 backward asks the run under way (`engine.py`) for the gradients that came back.
 
-Many tensors that leave are leaves. What the node of a send of such looks like does not depend on
-when it is made, because a leaf stays one however its values change: it is made when someone asks
-for it. Tensors with a history may be changed in place, and are then at another place in the graph:
-their node is made at once.
+The node of a send is made when someone asks for it. Many tensors that leave are leaves, and what
+the node of such looks like does not depend on when it is made, because a leaf stays one however its
+values change. Tensors with a history may be changed in place, and are then at another place in the
+graph: their node is asked for as soon as the message has left (`recording.py`), which is early
+enough for all that is not done by another thread at the same time; and that is noticed.
 
 A *recv* stands at the beginning of the receiver's graph: one node that made all the tensors that
 arrived together. Its backward hands their gradients to the run. The tensors are put into the graph
@@ -106,18 +107,21 @@ class Send:
 
     From 1 on: 0 is for what comes later still (`gates.py`).
     """
+    _tensors: Sequence[Tensor] = ()
+    _history: Sequence[Any] = ()  # theirs when they left, if they are no leaves
     _output: Tensor | None = None
 
     def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
         self.crossing = crossing
+        if is_anomaly_enabled():  # it notes where nodes are made
+            self._output = _made(_apply_send, crossing, *tensors)
+            return
+        self._tensors = tensors
         for tensor in tensors:
             if not tensor.is_leaf:
-                break
-        else:
-            if not is_anomaly_enabled():  # it notes where nodes are made
-                self.leaves = tensors
+                self._history = [tensor.grad_fn for tensor in tensors]
                 return
-        self._output = _made(_apply_send, crossing, *tensors)
+        self.leaves = tensors
 
     def __repr__(self) -> str:
         return f"<Send of {self.crossing!r}>"
@@ -138,6 +142,15 @@ class Send:
         edges: tuple[tuple[Any, int], ...] = self.node.next_functions
         return edges
 
+    def settle(self) -> None:
+        """The tensors may be changed from now on.
+
+        Raises:
+            RuntimeError: one was already.
+        """
+        if self._history:
+            self._make_late()
+
     def enter_late(self, place: int) -> None:
         """Have the engine enter it at this place."""
         self.place = place
@@ -149,11 +162,22 @@ class Send:
         with _making:
             if self._output is not None:
                 return self._output
-            output = _made_late(self.crossing, self.leaves)
+            if self._history:
+                self._check_history()
+                output: Tensor = _made(_apply_send, self.crossing, *self._tensors)
+            else:
+                output = _made_late(self.crossing, self._tensors)
             node: Any = output.grad_fn
             node._set_sequence_nr(self.place)
-            self._output, self.leaves = output, ()
+            self._output, self.leaves, self._tensors, self._history = output, (), (), ()
             return output
+
+    def _check_history(self) -> None:
+        if [tensor.grad_fn for tensor in self._tensors] != self._history:
+            raise RuntimeError(
+                f"a tensor of {self.crossing!r} was changed in place by another thread while "
+                "it was being sent; send a copy of it"
+            )
 
 
 def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:

@@ -94,18 +94,22 @@ class Strand(Reach):
 class BareStrand:
     """Leaves that were sent as they are, each once: that needs no engine."""
 
-    __slots__ = ("_send", "crossing")
+    __slots__ = ("_leaves", "_send", "crossing")
 
     def __init__(self, send: Send) -> None:
         self.crossing = send.crossing
         self._send = send
+        self._leaves = send.leaves
 
     def is_hooked(self) -> bool:
         return self.crossing.is_hooked
 
     def look_ahead(self) -> Ahead:
         """What can be seen to before the gradients come, for `keep`."""
-        leaves = look_at([node for node, _ in self._send.edges])
+        if hooks.on_nodes:
+            leaves = look_at([node for node, _ in self._send.edges])
+        else:
+            leaves = [Leaf(leaf, (), ()) for leaf in self._leaves]
         # What a worker sends to itself does not come by a message, with memory of its own.
         is_plain = owner(self.crossing.id) != self.crossing.worker and are_plain(leaves)
         return Ahead(leaves, [leaf.tensor for leaf in leaves] if is_plain else ())

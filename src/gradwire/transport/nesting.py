@@ -278,9 +278,11 @@ class LaneEnd:
             here.lane = None
 
     def reply(self, number: int, parcel: Parcel) -> None:
-        with self._writing:
-            self._write(number, parcel)
-        parcel.was_sent()
+        try:
+            with self._writing:
+                self._write(number, parcel)
+        finally:
+            parcel.was_sent()
 
     def _start(self, frame: Frame, asker: Question | None) -> None:
         with self._lock:
