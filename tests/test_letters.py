@@ -124,7 +124,7 @@ def test_a_letter_to_one_who_just_ceased_to_look_rings() -> None:
 
         class Slow:
             def __enter__(self) -> None:
-                there.reader.inbox._words[0] = 0  # type: ignore[union-attr]
+                there.reader.inbox.words[0] = 0  # type: ignore[union-attr]
 
             def __exit__(self, *error: object) -> None:
                 pass
@@ -167,7 +167,7 @@ def test_a_letter_that_is_no_frame_is_refused(letter: bytes) -> None:
 
 def test_a_letter_of_impossible_length_is_refused() -> None:
     with streams() as (_, there):
-        there.reader.inbox._words[16] = 1 << 31  # type: ignore[union-attr]
+        there.reader.inbox.words[16] = 1 << 31  # type: ignore[union-attr]
         with pytest.raises(ProtocolError):
             there.reader.look()
 

@@ -2,6 +2,7 @@
 
 import enum
 import pickle
+import socket
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,6 +22,8 @@ from carrying import (
     received,
 )
 from gradwire.errors import NotAllowedError, ProtocolError
+from gradwire.transport.reading import StreamReader
+from gradwire.transport.segments import Recycler
 from gradwire.wire import plain
 from gradwire.wire.codec import (
     CUSTOM,
@@ -31,7 +34,7 @@ from gradwire.wire.codec import (
     Codec,
     Manner,
 )
-from gradwire.wire.frames import HEADER, Frame, Limits, Parcel, parse_header
+from gradwire.wire.frames import HEADER, Frame, Limits, Parcel
 from gradwire.wire.messages import CALL, FAILURE, RESULT, Call, Result
 from gradwire.wire.pickling import PickleSerializer
 from gradwire.wire.plans import Decoder, load_plain
@@ -498,7 +501,7 @@ def test_a_longer_message_is_refused_where_it_is_sent(
 def test_a_header_says_what_the_parcel_is() -> None:
     parcel = Parcel(7, 5, b"body").with_bulk((), 1000)
     parcel.scope, parcel.mark, parcel.over = 3, 8, 6
-    header = parse_header(parcel.header(11, segment=9), Limits(4, 1000))
+    header = HEADER.unpack(parcel.header(11, segment=9))
     assert header == (1, 7, 5, 4, 11, 3, 8, 1000, 9, 6)
 
 
@@ -514,8 +517,12 @@ def test_a_header_says_what_the_parcel_is() -> None:
 def test_a_header_that_announces_too_much_is_refused(
     fields: tuple[int, ...], complaint: str
 ) -> None:
-    with pytest.raises(ProtocolError, match=complaint):
-        parse_header(HEADER.pack(*fields), Limits(4, 10))
+    ours, other = socket.socketpair()
+    with ours, other:
+        other.send(HEADER.pack(*fields))
+        reader = StreamReader(ours, Limits(4, 10), Recycler())
+        with pytest.raises(ProtocolError, match=complaint):
+            reader.pull()
 
 
 def test_an_unknown_encoding_is_a_protocol_error() -> None:

@@ -19,8 +19,8 @@ import pytest
 import torch
 
 from gradwire.errors import NotAllowedError, ProtocolError
+from gradwire.transport.reading import StreamReader
 from gradwire.transport.segments import Recycler
-from gradwire.transport.streams import StreamReader
 from gradwire.wire import tensors
 from gradwire.wire.codec import PLAIN_GENERAL, PLAIN_SHORT, Codec, Manner
 from gradwire.wire.frames import HEADER, Frame, Limits, Parcel

@@ -11,13 +11,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from ..errors import WorkerLostError
 from ..wire.frames import Frame, Parcel
-from .base import IsOver
+from .base import Card, IsOver
 from .nesting import ALONE, LaneEnd
-from .questions import ANSWERS, Limit, Question
-from .station import BROKEN, Station
+from .questions import ANSWERS, Limit, Question, here
+from .station import BROKEN, Station, describe_end
 from .streams import Stream
 
+_LIGHT = 64 << 10  # larger requests may be cut short by their timeout, and the lane too
 _QUIET = 0.5  # seconds after which a lane gives its thread back
 
 
@@ -170,3 +172,33 @@ class ServerLane(LaneEnd):
     def _end(self) -> None:
         self._ended(self)
         self.close()
+
+
+def ask_back(
+    station: Station,
+    to: Card,
+    parcel: Parcel,
+    deadline: float | None,
+    is_over: IsOver | None,
+) -> Frame | None:
+    """Ask by the lane whose request this thread is running, if it comes from there.
+
+    None: it does not, or another lane is better.
+
+    Raises:
+        WorkerLostError, TimeoutError
+    """
+    lane: LaneEnd | None = here.lane
+    if lane is None or lane.peer != to.id or lane._station is not station:
+        return None
+    if parcel.bulk_length or len(parcel.body) > _LIGHT:
+        return None
+    here.lane = None  # one question at a time
+    try:
+        return lane.ask_back(parcel, deadline, is_over)
+    except TimeoutError:
+        raise
+    except BROKEN as error:
+        raise WorkerLostError(to.name, describe_end(error)) from error
+    finally:
+        here.lane = lane

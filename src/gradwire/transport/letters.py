@@ -32,10 +32,9 @@ BOXES = 64 << 10
 """Bytes of memory for both directions."""
 
 _BOX = BOXES // 2
-_LOOKING, _LENGTH = 0, 16  # words
+_LOOKING, LENGTH = 0, 16  # words
 _LETTER = 68
 _MOST = _BOX - _LETTER
-_LOOKS = range(24)  # which take about as long as one at the socket
 _ROUND = 1 << 31  # bytes are counted to here, and then again from 0
 
 
@@ -60,10 +59,10 @@ class Outbox:
         None: this has to go by the socket, as `sent` bytes have so far.
         """
         words, length = self._words, len(letter)
-        if words[_LOOKING] != sent % _ROUND + 1 or words[_LENGTH] or length > _MOST:
+        if words[_LOOKING] != sent % _ROUND + 1 or words[LENGTH] or length > _MOST:
             return None
         self._box[_LETTER : _LETTER + length] = letter
-        words[_LENGTH] = length
+        words[LENGTH] = length
         with self._fence:  # to take a lock is one
             pass
         return words[_LOOKING] != 0
@@ -72,39 +71,32 @@ class Outbox:
 class Inbox:
     """Where the other end looks for them. One thread at a time."""
 
-    __slots__ = ("_box", "_fence", "_words")
+    __slots__ = ("_box", "_fence", "words")
 
     def __init__(self, box: memoryview) -> None:
         self._box = box
-        self._words = box.cast("I")
         self._fence = threading.Lock()
+        self.words = box.cast("I")
+        """That of `LENGTH` is not 0 when there is a letter; for those who look often."""
 
     def begin(self, taken: int) -> None:
         """Say that someone looks, who has taken so many bytes from the socket."""
-        self._words[_LOOKING] = taken % _ROUND + 1
-
-    def look(self) -> bytes | None:
-        """The letter, if there is one or comes within about a microsecond."""
-        words = self._words
-        for _ in _LOOKS:
-            if words[_LENGTH]:
-                return self.take()
-        return None
+        self.words[_LOOKING] = taken % _ROUND + 1
 
     def end(self) -> bytes | None:
         """Say that nobody looks any more; the letter, if there is one."""
-        self._words[_LOOKING] = 0
+        self.words[_LOOKING] = 0
         with self._fence:
             pass
-        return self.take()
+        return self.take() if self.words[LENGTH] else None
 
     def take(self) -> bytes | None:
         """The letter, if there is one."""
-        length = self._words[_LENGTH]
+        length = self.words[LENGTH]
         if not length:
             return None
         letter = bytes(self._box[_LETTER : _LETTER + min(length, _MOST)])
-        self._words[_LENGTH] = 0
+        self.words[LENGTH] = 0
         return letter
 
 

@@ -31,12 +31,12 @@ import logging
 import threading
 from functools import partial
 
-from ..errors import ProtocolError, WorkerLostError
+from ..errors import ProtocolError
 from ..wire.frames import Frame, Parcel
-from .base import Card, IsOver
+from .base import IsOver
 from .questions import ANSWERS, MOMENT, Limit, Question, here
 from .spin import Spin
-from .station import BROKEN, Station, describe_end
+from .station import BROKEN, Station
 from .streams import Stream
 
 log = logging.getLogger("gradwire")
@@ -45,7 +45,6 @@ ALONE = 3
 """Times as long a look for one that waits for a frame and nothing else."""
 
 _PATIENCE = 0.005  # seconds after which a nested request counts as a long one
-_LIGHT = 64 << 10  # larger requests may be cut short by their timeout, and the lane too
 _ROLE = "reader"
 
 
@@ -131,6 +130,8 @@ class LaneEnd:
             EOFError, OSError, ProtocolError: the lane is of no more use.
         """
         with self._station.executor.waiting():
+            if spin is not None and self._reader.get(_ROLE) is question:
+                self._catch(question, spin)
             while question.answer is None:
                 if question.jobs:
                     self._rest(question, limit, _PATIENCE)
@@ -154,6 +155,23 @@ class LaneEnd:
         if self._questions.pop(number, None) is None:
             self._owed.discard(number)  # it is answered, or just being
         self._look()  # for what was read and not seen to
+
+    def _catch(self, question: Question, spin: Spin) -> None:
+        """With the role: take the answer if it comes soon and alone, as most do."""
+        frames = self._frames
+        try:
+            self._stream.look(spin, ALONE)
+            is_it = len(frames) == 1 and frames[0].call == question.number
+            if is_it and frames[0].kind in ANSWERS:
+                del self._questions[question.number]
+                question.answer = frames.popleft()
+            else:
+                self._take_in(question)
+        except BROKEN as error:
+            self.fail(error)
+            raise
+        finally:
+            self._let_go()
 
     def _read_for(self, question: Question, limit: Limit, spin: Spin | None) -> None:
         """With the role: read until there is the answer, or a request."""
@@ -365,33 +383,3 @@ class LaneEnd:
         self._station.poller.drop(self)
         self._frames.clear()
         self._stream.close()
-
-
-def ask_back(
-    station: Station,
-    to: Card,
-    parcel: Parcel,
-    deadline: float | None,
-    is_over: IsOver | None,
-) -> Frame | None:
-    """Ask by the lane whose request this thread is running, if it comes from there.
-
-    None: it does not, or another lane is better.
-
-    Raises:
-        WorkerLostError, TimeoutError
-    """
-    lane: LaneEnd | None = here.lane
-    if lane is None or lane.peer != to.id or lane._station is not station:
-        return None
-    if parcel.bulk_length or len(parcel.body) > _LIGHT:
-        return None
-    here.lane = None  # one question at a time
-    try:
-        return lane.ask_back(parcel, deadline, is_over)
-    except TimeoutError:
-        raise
-    except BROKEN as error:
-        raise WorkerLostError(to.name, describe_end(error)) from error
-    finally:
-        here.lane = lane

@@ -30,9 +30,9 @@ from .handshake import (
     check_proof,
 )
 from .hosts import Hosts
+from .lanes import ask_back
 from .links import IncomingLink, OutgoingLink
 from .listener import Listener
-from .nesting import ask_back
 from .poller import Poller
 from .questions import here
 from .segments import Recycler

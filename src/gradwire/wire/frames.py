@@ -169,24 +169,17 @@ class Limits(NamedTuple):
 
 
 Header = tuple[int, int, int, int, int, int, int, int, int, int]
-"""The fields of a header as listed above, checked: a bare tuple is taken apart the fastest."""
+"""The fields of a header as listed above: a bare tuple is taken apart the fastest."""
 
 
-def parse_header(data: bytes | memoryview, limits: Limits, at: int = 0) -> Header:
-    """The header at `at` in `data`.
-
-    Raises:
-        ProtocolError: it is not one, or announces more than the limits allow.
-    """
-    header: Header = HEADER.unpack_from(data, at)
+def refusal(header: Header, most_body: int, most_bulk: int) -> ProtocolError:
+    """Why a header is none, or announces too much."""
     version, _, _, body, _, _, _, bulk, _, _ = header
     if version != VERSION:
-        raise ProtocolError(f"frame of version {version}, this is version {VERSION}")
-    if body > limits.body:
-        raise ProtocolError(f"body of {body} bytes, the limit is {limits.body}")
-    if bulk > limits.bulk:
-        raise ProtocolError(f"bulk of {bulk} bytes, the limit is {limits.bulk}")
-    return header
+        return ProtocolError(f"frame of version {version}, this is version {VERSION}")
+    if body > most_body:
+        return ProtocolError(f"body of {body} bytes, the limit is {most_body}")
+    return ProtocolError(f"bulk of {bulk} bytes, the limit is {most_bulk}")
 
 
 def aligned(offset: int) -> int:
