@@ -229,6 +229,7 @@ def test_none_is_lost_while_both_ends_fall_asleep_and_wake() -> None:
     def take(stream: Stream, spin: Spin) -> int:
         stream._patience = Patience()  # look each time, also if it did not pay
         while not stream.reader.frames:
+            stream.expect()
             if not stream.look(spin):
                 stream.read(time.monotonic() + 10)
         return stream.reader.frames.popleft().call

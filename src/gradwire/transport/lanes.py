@@ -98,7 +98,8 @@ class ServerLane(LaneEnd):
                 frame = self._next_request()
                 number, parcel = frame.call, self.run(frame)
                 del frame  # its memory goes back before the caller goes on
-                self._expect(self)  # the next may follow at once
+                if self._take_role(self):
+                    self._stream.expect()  # the next may follow at once
                 self.reply(number, parcel)
                 del parcel
         except TimeoutError:

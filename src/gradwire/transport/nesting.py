@@ -110,7 +110,8 @@ class LaneEnd:
 
     def send(self, question: Question, parcel: Parcel, deadline: float | None) -> None:
         """Send a request. The caller may write; it reads here from now on, if nobody does."""
-        self._expect(question)
+        if self._take_role(question):
+            self._stream.expect()
         self._asked += 2
         number = self._asked + (parcel.meanwhile is not None)  # odd: nobody reads yet
         self._questions[number] = question
@@ -179,6 +180,7 @@ class LaneEnd:
             while question.answer is None and not question.jobs:
                 if self._error is not None:
                     raise EOFError(str(self._error))
+                self._stream.expect()
                 if spin is None or not self._stream.look(spin, ALONE):
                     try:
                         self._stream.read(limit.next())
@@ -259,11 +261,6 @@ class LaneEnd:
         if self._watched:
             self._unwatch()
         return True
-
-    def _expect(self, who: object) -> None:
-        """Become the one who reads, if there is none, and say that something can come."""
-        if self._take_role(who):
-            self._stream.expect()
 
     def _let_go(self) -> None:
         """Give up the role. Nothing is expected any more."""

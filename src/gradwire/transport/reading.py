@@ -20,7 +20,7 @@ from .segments import Recycler, SegmentMap
 
 _CHUNK = 65536
 _HEADER: int = HEADER.size
-_LOOKS = range(24)  # for a letter; they take about as long as one at the socket
+_LOOKS = range(96)  # for a letter: twice as long as one look at the socket
 _PIECE = 4 << 20  # read at a time: larger ones gain nothing
 
 

@@ -64,7 +64,7 @@ class Stream:
             poll_until(self._readable, deadline)
 
     def expect(self) -> None:
-        """Say ahead that one will `look`, or `read`; if not, one has to `cease`."""
+        """Let letters come from now on: one will `look` for them, or `read`, or `cease`."""
         if self.reader.inbox is not None:
             self.reader.inbox.begin(self.reader.received)
 
@@ -76,13 +76,14 @@ class Stream:
     def look(self, spin: Spin, times: int = 1) -> bool | None:
         """Take in what comes within a short while, if it pays to look for it; whether it did.
 
+        Letters come if they were expected.
+
         Raises:
             EOFError, OSError, ProtocolError: as `pull`.
         """
         reader = self.reader
         if reader.inbox is None:
             return self._patience.look(spin, self._pull, times)
-        reader.inbox.begin(reader.received)
         try:
             found = self._patience.look(spin, self._look, times)
         finally:
