@@ -18,7 +18,7 @@ from autograd_world import (
     doubles,
     there_and_back,
 )
-from gradwire.autograd import deliveries, messages, replicas
+from gradwire.autograd import deliveries, engine, messages, replicas, rounds
 from gradwire.autograd.contexts import Context
 from gradwire.autograd.messages import Abort, Direct, Step
 from gradwire.autograd.recording import look_at_graph
@@ -68,6 +68,71 @@ def test_a_call_and_its_return_take_one_message() -> None:
         world[0].backward(context, [there_and_back(world, context, x, torch.sin).sum()])
         close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
         assert said.kinds == {Direct: 1}
+
+
+def over_worker_1(world: Autograds, context: int, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What worker 2 makes of it, by way of worker 1, which does nothing with it; and that there."""
+    (there,) = world.transfer(0, 1, context, [x])
+    (on,) = world.transfer(1, 2, context, [there])
+    (back,) = world.transfer(2, 1, context, [torch.sin(on)])
+    (home,) = world.transfer(1, 0, context, [back])
+    return home, back
+
+
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many nodes each call of the engine in a direct pass had to begin with."""
+    counts: list[int] = []
+
+    def counting(ends: Any, *others: Any) -> Any:
+        counts.append(len(ends))
+        return engine.call(ends, *others)
+
+    monkeypatch.setattr(rounds, "call", counting)
+    return counts
+
+
+def test_what_is_sent_on_as_it_came_needs_no_engine(runs: list[int]) -> None:
+    with autograds(3) as world, world[0].context() as context:
+        x = doubles(3)
+        world[0].backward(context, [over_worker_1(world, context, x)[0].sum()])
+        close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
+        assert len(runs) == 2  # the root and the sine
+
+
+def test_a_hook_sees_what_is_sent_on_as_it_came(runs: list[int]) -> None:
+    with autograds(3) as world, world[0].context() as context:
+        x = doubles(3)
+        home, back = over_worker_1(world, context, x)
+        back.register_hook(lambda gradient: gradient * 2)
+        world[0].backward(context, [home.sum()])
+        close(world[0].get_gradients(context), {x: 2 * torch.cos(x.detach())})
+        assert len(runs) == 3
+
+
+def test_the_gradient_of_what_is_sent_on_as_it_came_is_retained() -> None:
+    with autograds(3) as world, world[0].context() as context:
+        home, back = over_worker_1(world, context, doubles(3))
+        back.retain_grad()
+        world[0].backward(context, [(home * 5).sum()])
+        close(back.grad, torch.full((3,), 5.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0), (0, 0), (1,), (0, 1, 1)])
+def test_some_of_what_came_is_sent_on_in_any_order(order: tuple[int, ...]) -> None:
+    with autograds(3) as world, world[0].context() as context:
+        x, y = doubles(3), doubles(3)
+        came = world.transfer(0, 1, context, [x * 2, y * 3])
+        on = world.transfer(1, 2, context, [came[i] for i in order])
+        loss = sum((5 * i + 1) * each.sum() for i, each in enumerate(on))
+        assert isinstance(loss, Tensor)
+        world[2].backward(context, [loss])
+        local = [x * 2, y * 3]
+        here = sum((5 * i + 1) * local[j].sum() for i, j in enumerate(order))
+        assert isinstance(here, Tensor)
+        known = [leaf for i, leaf in enumerate((x, y)) if i in order]
+        expected = dict(zip(known, torch.autograd.grad(here, known), strict=True))
+        close(world[0].get_gradients(context), expected)
 
 
 def test_back_and_forth_takes_a_message_for_each_time() -> None:

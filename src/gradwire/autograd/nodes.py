@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, is_anomaly_enabled, is_grad_enabled
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.weak import TensorWeakRef
 
 from . import hooks
 
@@ -107,6 +108,8 @@ class Send:
 
     From 1 on: 0 is for what comes later still (`gates.py`).
     """
+    passed_on: Sequence[TensorWeakRef] = ()
+    """The tensors, if all of them arrived and are sent on as they are."""
     _tensors: Sequence[Tensor] = ()
     _history: Sequence[Any] = ()  # theirs when they left, if they are no leaves
     _output: Tensor | None = None
@@ -164,6 +167,8 @@ class Send:
                 return self._output
             if self._history:
                 self._check_history()
+                if {type(node) for node in self._history} == {RECV_NODE}:
+                    self.passed_on = [TensorWeakRef(each) for each in self._tensors]
                 output: Tensor = _made(_apply_send, self.crossing, *self._tensors)
             else:
                 output = _made_late(self.crossing, self._tensors)

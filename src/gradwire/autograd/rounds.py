@@ -19,6 +19,7 @@ from .desk import Desk
 from .engine import call
 from .gradients import keep, look_at
 from .messages import Failed, Plain, Trip
+from .nodes import Crossing, Gradients
 from .strands import Ahead, BareStrand, Reach, Strands
 
 _MOST_AHEAD = 8  # strands
@@ -87,9 +88,7 @@ class Round:
         ends: tuple[Tensor | GradientEdge, ...],
         gradients: list[Any],
     ) -> None:
-        """Run what is reached from these ends, and see where its gradients have to go.
-
-        Empties the list.
+        """Run what is reached from these ends. Empties the list.
 
         Raises:
             Exception: whatever a backward or a hook raises.
@@ -102,8 +101,12 @@ class Round:
             count = len(reach.leaves)
             of_leaves, captured = [*captured[:count]], captured[count:]
             keep(self._context, look_at(reach.leaves), of_leaves, flags)
+        self._see_off(reach.recvs, captured)
+
+    def _see_off(self, recvs: Iterable[Crossing], captured: Gradients) -> None:
+        """See where the gradients of these have to go."""
         at = 0
-        for recv in reach.recvs:
+        for recv in recvs:
             end = at + recv.count
             found = bare(captured[at:end])
             at = end
@@ -128,7 +131,11 @@ class Round:
                     if isinstance(strand, BareStrand):
                         flags = self._trip.flags
                         strand = strand.keep(context, gradients, flags, self._ahead)
-                    if strand is not None:
+                    if strand is None:
+                        continue
+                    if strand.passes_on():
+                        self._see_off(strand.recvs, tuple(gradients))
+                    else:
                         self.run(strand, strand.ends(gradients), gradients)
             elif self._asked or len(leaving) > (self._asker in leaving):
                 sender, arrived = self._ask()

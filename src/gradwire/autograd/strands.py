@@ -66,7 +66,7 @@ class Reach:
 class Strand(Reach):
     """What a send reaches."""
 
-    __slots__ = ("_ends", "crossing")
+    __slots__ = ("_ends", "_passed_on", "crossing")
 
     def __init__(
         self, send: Send, leaves: Collection[Any], recvs: Iterable[Any]
@@ -74,9 +74,18 @@ class Strand(Reach):
         super().__init__(send.crossing.context, leaves, recvs)
         self.crossing = send.crossing
         self._ends = tuple([GradientEdge(*edge) for edge in send.edges])
+        self._passed_on = send.passed_on if self._ends == self.inputs else ()
 
     def is_hooked(self) -> bool:
         return self.crossing.is_hooked or super().is_hooked()
+
+    def passes_on(self) -> bool:
+        """Whether gradients leave as they came: nothing lies between, not even a hook."""
+        for known in self._passed_on:
+            tensor = known()
+            if tensor is not None and (tensor._backward_hooks or tensor.retains_grad):
+                return False
+        return bool(self._passed_on)
 
     def ends(self, gradients: list[Tensor | None]) -> tuple[GradientEdge, ...]:
         """Where these go in; those that are none are taken out of the list."""
