@@ -140,7 +140,7 @@ class ServerLane(LaneEnd):
                     self._hand_out(frame, None)
                     continue
                 if frames:
-                    self._take_in(None)
+                    self._start(self._take_in(None), None)
                 return frame
         finally:
             self._let_go()

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterable
 from functools import partial
 
 from ..errors import ProtocolError
@@ -159,7 +160,7 @@ class LaneEnd:
 
     def _catch(self, question: Question, spin: Spin) -> None:
         """With the role: take the answer if it comes soon and alone, as most do."""
-        frames = self._frames
+        frames, requests = self._frames, None
         try:
             self._stream.look(spin, ALONE)
             is_it = len(frames) == 1 and frames[0].call == question.number
@@ -167,17 +168,20 @@ class LaneEnd:
                 del self._questions[question.number]
                 question.answer = frames.popleft()
             else:
-                self._take_in(question)
+                requests = self._take_in(question)
         except BROKEN as error:
             self.fail(error)
             raise
         finally:
             self._let_go()
+        if requests:
+            self._start(requests, question)
 
     def _read_for(self, question: Question, limit: Limit, spin: Spin | None) -> None:
         """With the role: read until there is the answer, or a request."""
+        requests: list[Frame] = []
         try:
-            while question.answer is None and not question.jobs:
+            while question.answer is None and not requests:
                 if self._error is not None:
                     raise EOFError(str(self._error))
                 self._stream.expect()
@@ -186,7 +190,7 @@ class LaneEnd:
                         self._stream.read(limit.next())
                     except TimeoutError:
                         limit.check()
-                self._take_in(question)
+                requests = self._take_in(question)
         except TimeoutError:
             raise
         except BROKEN as error:
@@ -194,6 +198,7 @@ class LaneEnd:
             raise
         finally:
             self._let_go()
+        self._start(requests, question)
 
     def _rest(self, question: Question, limit: Limit, patience: float) -> None:
         """Sleep until rung: another thread reads, or runs what came."""
@@ -224,26 +229,33 @@ class LaneEnd:
         """Take in what is there, if no thread reads, and have the lane watched for more."""
         if not self._take_role(object()):
             return  # who reads has it watched again
+        requests: list[Frame] = []
         try:
             try:
                 self._stream.reader.pull()
             except BlockingIOError:
                 pass
-            self._take_in(None)
+            requests = self._take_in(None)
         except BROKEN as error:
             self.fail(error)
         finally:
             self._let_go()
+        self._start(requests, None)
 
-    def _take_in(self, reader: Question | None) -> None:
-        """With the role: see to what was read."""
+    def _take_in(self, reader: Question | None) -> list[Frame]:
+        """With the role: hand out the answers that were read; the requests.
+
+        Those are started without it: who runs one may ask back, and then has to have it.
+        """
+        requests = []
         frames = self._frames
         while frames:
             frame = frames.popleft()
             if frame.kind in ANSWERS:
                 self._hand_out(frame, reader)
             else:
-                self._start(frame, reader)
+                requests.append(frame)
+        return requests
 
     def _hand_out(self, answer: Frame, reader: Question | None) -> None:
         asked = self._questions.pop(answer.call, None)
@@ -299,17 +311,19 @@ class LaneEnd:
         finally:
             parcel.was_sent()
 
-    def _start(self, frame: Frame, asker: Question | None) -> None:
-        with self._lock:
-            self._jobs += 1
-            if asker is not None:
-                asker.jobs += 1
-        try:
-            self._station.hosts.run(partial(self._run_apart, [frame], asker))
-        except Exception as error:  # no more threads
-            self.fail(error)
-            self._job_ended(asker)
-            raise
+    def _start(self, requests: Iterable[Frame], asker: Question | None) -> None:
+        """Have requests run, each in a thread for it alone."""
+        for frame in requests:
+            with self._lock:
+                self._jobs += 1
+                if asker is not None:
+                    asker.jobs += 1
+            try:
+                self._station.hosts.run(partial(self._run_apart, [frame], asker))
+            except Exception as error:  # no more threads
+                self.fail(error)
+                self._job_ended(asker)
+                raise
 
     def _run_apart(self, only: list[Frame], asker: Question | None) -> None:
         """In a thread for it alone: run a request and answer it."""
