@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -108,6 +109,32 @@ def test_a_hook_sees_what_is_sent_on_as_it_came(runs: list[int]) -> None:
         world[0].backward(context, [home.sum()])
         close(world[0].get_gradients(context), {x: 2 * torch.cos(x.detach())})
         assert len(runs) == 3
+
+
+@pytest.mark.parametrize("is_changed", [False, True])
+def test_a_hook_outlives_what_is_sent_on_as_it_came(is_changed: bool) -> None:
+    with autograds(3) as world, world[0].context() as context:
+        x = doubles(3)
+        home, back = over_worker_1(world, context, x)
+        back.register_hook(lambda gradient: gradient * 2)
+        if is_changed:
+            back.mul_(7)
+        del back
+        gc.collect()
+        world[0].backward(context, [home.sum()])
+        close(world[0].get_gradients(context), {x: 2 * torch.cos(x.detach())})
+
+
+def test_what_is_large_is_not_kept_for_being_sent_on() -> None:
+    with autograds(3) as world, world[0].context() as context:
+        x = doubles(3000)
+        home, back = over_worker_1(world, context, x)
+        there = weakref.ref(back)
+        del back
+        gc.collect()
+        assert there() is None
+        world[0].backward(context, [home.sum()])
+        close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
 
 
 def test_the_gradient_of_what_is_sent_on_as_it_came_is_retained() -> None:

@@ -17,8 +17,8 @@ import gradwire as gw
 from autograd_world import ENOUGH, Raises, doubles
 from calls_world import held, holding, meanwhile
 from gradwire.api import current_worker, enter
+from gradwire.autograd import recording
 from gradwire.autograd.contexts import Context
-from gradwire.autograd.recording import Recording
 from gradwire.errors import CallTimeout, GradwireError, WorkerLostError
 from gradwire.rpc.functions import async_execution
 from sockets_world import close_world, open_world, vanish, wait_until
@@ -492,14 +492,14 @@ def test_what_is_asked_for_next_does_not_change_what_was_returned(
 ) -> None:
     """The thread that returned it is late with what it does afterwards."""
     has_changed, caller = threading.Event(), threading.current_thread()
-    do = Recording._sent
+    look = recording.look_at_graph
 
-    def do_late(self: Recording, context: Context, mark: int) -> None:
+    def look_late(seen: Context) -> None:
         if threading.current_thread() is not caller:
             assert has_changed.wait(ENOUGH)
-        do(self, context, mark)
+        look(seen)
 
-    monkeypatch.setattr(Recording, "_sent", do_late)
+    monkeypatch.setattr(recording, "look_at_graph", look_late)
     with gw.context() as context:
         x = doubles(SMALL)
         y = gw.rpc_sync("worker1", doubled, args=(x,))

@@ -20,6 +20,7 @@ import gradwire as gw
 from gradwire.transport import hosts
 from gradwire.transport.hosts import Hosts
 from gradwire.transport.questions import Question
+from gradwire.transport.streams import Stream
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
@@ -377,6 +378,34 @@ def test_ctrl_c_ends_the_wait_for_a_call_back(pair: list[Worker]) -> None:
     GATES["first"].opened.set()
     wait_until(lambda: SEEN.get("second") == 3, limit=SOON)
     assert pair[0].rpc_sync("worker1", descend, (6,)) == 6
+
+
+def call_back_later() -> None:
+    pass_gate("later")
+    SEEN["later"] = back(descend, 3)
+
+
+@pytest.mark.parametrize("look", [1, 2])
+def test_ctrl_c_before_a_look_leaves_no_letter_lying(
+    pair: list[Worker], look: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Letters are expected by then. The second look is that after the first was in vain."""
+    real, looks, me = Stream.look, [], threading.current_thread()
+
+    def interrupted(stream: Stream, *others: Any) -> Any:
+        if threading.current_thread() is me:
+            looks.append(stream)
+            if len(looks) == look:
+                raise KeyboardInterrupt
+        return real(stream, *others)
+
+    assert pair[0].rpc_sync("worker1", descend, (3,)) == 3
+    monkeypatch.setattr(Stream, "look", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        pair[0].rpc_sync("worker1", call_back_later)
+    monkeypatch.undo()
+    GATES["later"].opened.set()
+    wait_until(lambda: SEEN.get("later") == 3, limit=SOON)
 
 
 # What breaks

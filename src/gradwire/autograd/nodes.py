@@ -4,11 +4,10 @@ A *send* stands at the end of the sender's graph: a node over exactly the tensor
 own output is an empty tensor that nobody sees; a pass calls the engine with it, and the node's
 backward asks the run under way (`engine.py`) for the gradients that came back.
 
-The node of a send is made when someone asks for it. Many tensors that leave are leaves, and what
-the node of such looks like does not depend on when it is made, because a leaf stays one however its
-values change. Tensors with a history may be changed in place, and are then at another place in the
-graph: their node is asked for as soon as the message has left (`recording.py`), which is early
-enough for all that is not done by another thread at the same time; and that is noticed.
+Many tensors that leave are leaves. What the node of a send of such looks like does not depend on
+when it is made, because a leaf stays one however its values change: it is made when someone asks
+for it. Tensors with a history may be changed in place, and are then at another place in the graph:
+their node is made at once.
 
 A *recv* stands at the beginning of the receiver's graph: one node that made all the tensors that
 arrived together. Its backward hands their gradients to the run. The tensors are put into the graph
@@ -30,7 +29,6 @@ import torch
 from torch import Tensor, is_anomaly_enabled, is_grad_enabled
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
-from torch.utils.weak import TensorWeakRef
 
 from . import hooks
 
@@ -39,6 +37,7 @@ Gradients = tuple[Tensor | None, ...]
 _PREFIX = "torch::distributed::autograd::"
 _TOKEN = torch.zeros((), requires_grad=True)
 _BLANK = torch.zeros(())
+_MOST_KEPT = 4096  # bytes
 
 TOKEN = get_gradient_edge(_TOKEN)
 """What lies behind every recv."""
@@ -103,28 +102,27 @@ class Send:
 
     leaves: Sequence[Tensor] = ()
     """The tensors, if all are leaves and nobody has asked for the node yet."""
+    passed_on: Sequence[Tensor] = ()
+    """The tensors, if all of them arrived, are sent on as they are, and are small."""
     place = 0
     """When the engine enters it, after all else that is ready: later places first.
 
     From 1 on: 0 is for what comes later still (`gates.py`).
     """
-    passed_on: Sequence[TensorWeakRef] = ()
-    """The tensors, if all of them arrived and are sent on as they are."""
-    _tensors: Sequence[Tensor] = ()
-    _history: Sequence[Any] = ()  # theirs when they left, if they are no leaves
     _output: Tensor | None = None
 
     def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
         self.crossing = crossing
-        if is_anomaly_enabled():  # it notes where nodes are made
-            self._output = _made(_apply_send, crossing, *tensors)
-            return
-        self._tensors = tensors
         for tensor in tensors:
             if not tensor.is_leaf:
-                self._history = [tensor.grad_fn for tensor in tensors]
+                break
+        else:
+            if not is_anomaly_enabled():  # it notes where nodes are made
+                self.leaves = tensors
                 return
-        self.leaves = tensors
+        self._output = _made(_apply_send, crossing, *tensors)
+        if type(tensors[0].grad_fn) is RECV_NODE and _are_passed_on(tensors):
+            self.passed_on = tensors
 
     def __repr__(self) -> str:
         return f"<Send of {self.crossing!r}>"
@@ -145,15 +143,6 @@ class Send:
         edges: tuple[tuple[Any, int], ...] = self.node.next_functions
         return edges
 
-    def settle(self) -> None:
-        """The tensors may be changed from now on.
-
-        Raises:
-            RuntimeError: one was already.
-        """
-        if self._history:
-            self._make_late()
-
     def enter_late(self, place: int) -> None:
         """Have the engine enter it at this place."""
         self.place = place
@@ -165,24 +154,18 @@ class Send:
         with _making:
             if self._output is not None:
                 return self._output
-            if self._history:
-                self._check_history()
-                if {type(node) for node in self._history} == {RECV_NODE}:
-                    self.passed_on = [TensorWeakRef(each) for each in self._tensors]
-                output: Tensor = _made(_apply_send, self.crossing, *self._tensors)
-            else:
-                output = _made_late(self.crossing, self._tensors)
+            output = _made_late(self.crossing, self.leaves)
             node: Any = output.grad_fn
             node._set_sequence_nr(self.place)
-            self._output, self.leaves, self._tensors, self._history = output, (), (), ()
+            self._output, self.leaves = output, ()
             return output
 
-    def _check_history(self) -> None:
-        if [tensor.grad_fn for tensor in self._tensors] != self._history:
-            raise RuntimeError(
-                f"a tensor of {self.crossing!r} was changed in place by another thread while "
-                "it was being sent; send a copy of it"
-            )
+
+def _are_passed_on(tensors: Sequence[Tensor]) -> bool:
+    """Whether all of these arrived; and may be kept for as long as their context."""
+    return sum(tensor.nbytes for tensor in tensors) <= _MOST_KEPT and {
+        type(tensor.grad_fn) for tensor in tensors
+    } == {RECV_NODE}
 
 
 def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:

@@ -3,18 +3,11 @@
 A message that leaves while a context is current belongs to it, also if none of its tensors needs a
 gradient, so that every worker that a context reaches is known. What arrives with a context is run
 in it, and answered in it.
-
-Tensors with a history may be changed in place as soon as the message has left, and then stand
-elsewhere in the graph. The node of their send is made right after that by the thread that sent
-them, while the other side is at work; or by the next one that opens a message here, for what that
-asks for may be such a change. So a program in which one thing follows from another never comes
-between.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 
 from torch import Tensor, is_grad_enabled
@@ -24,7 +17,6 @@ from ..wire.frames import Frame, Parcel
 from ..wire.messages import RESULT
 from .checks import check_kinds
 from .contexts import Context
-from .nodes import Send
 from .service import Autograd
 from .strands import strands_of
 
@@ -38,7 +30,6 @@ class Recording:
         self._take_word = autograd.releases.take
         self.current = autograd.contexts.current
         self.check = check_kinds
-        self.unsettled: dict[int, Send] = {}
 
     def leaving(
         self, context: Context, to: int, parcel: Parcel, tensors: Sequence[Tensor]
@@ -47,10 +38,8 @@ class Recording:
         context.known.add(to)
         if tensors and is_grad_enabled() and not context.is_released:
             parcel.mark = mark = self._number()
-            send = context.add_send(mark, to, tensors)
-            if not send.leaves:
-                self.unsettled[mark] = send
-            parcel.afterwards = (partial(self._sent, context, mark),)
+            context.add_send(mark, to, tensors)
+            parcel.afterwards = (partial(look_at_graph, context),)
         # Whoever is known by now will be told of its end. Others must not hear of it any more.
         if context.is_released:
             parcel.mark = 0
@@ -71,26 +60,8 @@ class Recording:
             require_grad(tensors)
         return context
 
-    def settle(self) -> None:
-        """See to it that what has left may be changed."""
-        for mark in list(self.unsettled):
-            self._settle(mark)
-
-    def _settle(self, mark: int) -> None:
-        send = self.unsettled.get(mark)
-        if send is not None:
-            with suppress(RuntimeError):  # it cannot be: a pass that needs it says why
-                send.settle()
-            self.unsettled.pop(mark, None)  # only now: others may have come to it, too
-
-    def _sent(self, context: Context, mark: int) -> None:
-        """A message has left: see to what it did not need, while others work."""
-        self._settle(mark)
-        with suppress(RuntimeError):
-            look_at_graph(context)
-
 
 def look_at_graph(context: Context) -> None:
-    """Find out what is sent from where, for the passes to come."""
+    """A message has left: look at the graph, while others work."""
     with context.lock:
         strands_of(context)

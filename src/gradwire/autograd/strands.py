@@ -80,10 +80,14 @@ class Strand(Reach):
         return self.crossing.is_hooked or super().is_hooked()
 
     def passes_on(self) -> bool:
-        """Whether gradients leave as they came: nothing lies between, not even a hook."""
-        for known in self._passed_on:
-            tensor = known()
-            if tensor is not None and (tensor._backward_hooks or tensor.retains_grad):
+        """Whether gradients leave as they came: nothing lies between, not even a hook.
+
+        Hooks outlive the tensors that they were put on: so these are kept, to be asked.
+        """
+        for tensor, end in zip(self._passed_on, self._ends, strict=False):
+            if tensor.grad_fn is not end.node:
+                return False  # changed in place since: its hooks are those of what it is now
+            if tensor._backward_hooks or tensor.retains_grad:
                 return False
         return bool(self._passed_on)
 

@@ -319,11 +319,9 @@ class Agent:
         if self._closed:
             return  # that we have left is the answer to all that was under way
         if peer.id == self.me.id:
-            parcel.was_sent()
             self.caller.complete(peer, parcel.arrive(call))
         else:
             self._transport.reply(peer.id, call, parcel)
-            parcel.was_sent()
 
     # Workers that go
 

@@ -122,7 +122,6 @@ class Caller:
         else:
             self._held.flush(peer.id)
             self._start(held, 1)
-        parcel.was_sent()
         future: CallFuture = held.pending.answer
         return future
 
@@ -158,7 +157,6 @@ class Caller:
         held = self._request(peer, parcel, what, timeout, CallFuture)
         self._held.flush(peer.id)
         self._start(held, calls)
-        parcel.was_sent()
         future: CallFuture = held.pending.answer
         return future
 
@@ -276,8 +274,6 @@ class Caller:
             return after(frame, value) if frame.waits else value
         finally:
             del self._exchanging[number]  # in one step, as copying it: it needs no lock
-            if parcel.afterwards:
-                parcel.was_sent()  # or not, it seems
             if parcel.freight:
                 arrived = frame is not None and frame.kind == RESULT
                 account(parcel.freight, arrived=arrived)

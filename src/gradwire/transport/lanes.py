@@ -126,7 +126,7 @@ class ServerLane(LaneEnd):
             raise TimeoutError
         if self._tangled:
             self.untangle()
-        frames = self._frames
+        frames, others = self._frames, []
         try:
             while True:
                 if frames:
@@ -140,10 +140,11 @@ class ServerLane(LaneEnd):
                     self._hand_out(frame, None)
                     continue
                 if frames:
-                    self._start(self._take_in(None), None)
+                    others = self._take_in(None)
                 return frame
         finally:
             self._let_go()
+            self._start(others, None)
 
     def _sleep(self) -> None:
         """Wait for a frame, whichever it is.

@@ -232,7 +232,10 @@ class LaneEnd:
         requests: list[Frame] = []
         try:
             try:
-                self._stream.reader.pull()
+                if (
+                    not self._stream.cease()
+                ):  # who was interrupted may still expect some
+                    self._stream.reader.pull()
             except BlockingIOError:
                 pass
             requests = self._take_in(None)
@@ -253,8 +256,12 @@ class LaneEnd:
             frame = frames.popleft()
             if frame.kind in ANSWERS:
                 self._hand_out(frame, reader)
-            else:
-                requests.append(frame)
+                continue
+            requests.append(frame)
+            with self._lock:
+                self._jobs += 1
+                if reader is not None:
+                    reader.jobs += 1
         return requests
 
     def _hand_out(self, answer: Frame, reader: Question | None) -> None:
@@ -275,7 +282,7 @@ class LaneEnd:
         return True
 
     def _let_go(self) -> None:
-        """Give up the role. Nothing is expected any more."""
+        """Give up the role."""
         del self._reader[_ROLE]
         if self._resting or self._tangled or self._unattended:
             self._watch()
@@ -305,19 +312,13 @@ class LaneEnd:
             here.lane = None
 
     def reply(self, number: int, parcel: Parcel) -> None:
-        try:
-            with self._writing:
-                self._write(number, parcel)
-        finally:
-            parcel.was_sent()
+        with self._writing:
+            self._write(number, parcel)
+        parcel.was_sent()
 
     def _start(self, requests: Iterable[Frame], asker: Question | None) -> None:
-        """Have requests run, each in a thread for it alone."""
+        """Have requests run that were taken in, each in a thread for it alone."""
         for frame in requests:
-            with self._lock:
-                self._jobs += 1
-                if asker is not None:
-                    asker.jobs += 1
             try:
                 self._station.hosts.run(partial(self._run_apart, [frame], asker))
             except Exception as error:  # no more threads

@@ -39,7 +39,7 @@ class StreamReader:
         self.said_goodbye = False
         self.segments: SegmentMap | None = None
         self.inbox: Inbox | None = None
-        self.offered: Callable[[int], None] = _refuse
+        self.offered: Callable[[int], None] = refuse
         """Called with the number of a segment that is offered for letters."""
         self.received = 0  # bytes from the socket
         self._sock = sock
@@ -69,7 +69,10 @@ class StreamReader:
             self._traffic.received += count
             self._filled(count)
             return True
-        data = self._recv(_CHUNK)
+        try:
+            data = self._recv(_CHUNK)
+        except ConnectionResetError:
+            data = b""
         if self.inbox is not None and self._take_letter() and not data:
             return True
         if not data:
@@ -188,5 +191,5 @@ class StreamReader:
         self.frames.append(frame)
 
 
-def _refuse(segment: int) -> None:
+def refuse(segment: int) -> None:
     raise ProtocolError("letters offered where there can be none")

@@ -162,17 +162,19 @@ class SegmentPool:
             coming_back = len(kept) < 2 or self._reused.get(size, 0) >= 4 * len(kept)
             if missed < 2 or not coming_back or self._total + size > _MOST:
                 return None
-            created = self._create(size)
-            if created is not None:
-                created.take()
-                created.used_at = time.monotonic()
-                self._total += size
-                kept.append(created)
+            created = None if self._broken else self._create(size)
+            if created is None:
+                self._broken = (
+                    True  # out of memory or descriptors: the stream still works
+                )
+                return None
+            created.take()
+            created.used_at = time.monotonic()
+            self._total += size
+            kept.append(created)
             return created
 
     def _create(self, size: int) -> Segment | None:
-        if self._broken:
-            return None
         try:
             fd = _new_memfd(START + size)
             try:
@@ -182,7 +184,6 @@ class SegmentPool:
             finally:
                 os.close(fd)
         except (OSError, ValueError):
-            self._broken = True  # out of memory or descriptors: the stream still works
             return None
         self._count += 1
         return segment
@@ -216,7 +217,7 @@ class SegmentMap:
             ProtocolError: it was not.
         """
         segment = self._receive(number)
-        del self._known[number]
+        self._known.pop(number, None)
         if segment.size < size:
             raise ProtocolError(f"segment of {segment.size} bytes, not {size}")
         return segment

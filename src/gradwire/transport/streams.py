@@ -15,7 +15,7 @@ from ..wire.frames import Limits, Parcel
 from ..wire.messages import LETTERS
 from . import letters
 from .base import Traffic
-from .reading import StreamReader
+from .reading import StreamReader, refuse
 from .segments import Recycler, Segment, SegmentMap, SegmentPool
 from .spin import Patience, Spin
 from .writing import StreamWriter, Waiting, poll_until
@@ -126,3 +126,4 @@ class Stream:
         self.hang_up()
         self.sock.close()
         self.reader.inbox = self.writer.outbox = None
+        self.reader.offered = refuse  # else it refers to itself

@@ -61,8 +61,9 @@ class StreamWriter:
         data = parcel.header(call, segment.id if segment else 0) + parcel.body
         outbox = self.outbox
         found = None if outbox is None else outbox.put(data, self.sent)
-        if found:
+        if found is not None:
             self._traffic.sent += len(data)
+        if found:
             return
         try:
             self.write_bytes(data if found is None else _BELL, deadline)

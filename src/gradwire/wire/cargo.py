@@ -8,7 +8,7 @@ it; what must happen before the message may be used is remembered with the frame
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -38,13 +38,6 @@ class Recorder(Protocol):
     A context is an object of its own: it is found once for a message, and handed on.
     """
 
-    @property
-    def unsettled(self) -> Collection[Any]:
-        """What has left and is not settled: that is done before a message is opened."""
-
-    def settle(self) -> None:
-        """See to it that what has left may be changed."""
-
     def current(self) -> Any:
         """The context of this thread; None if there is none."""
 
@@ -71,11 +64,6 @@ class Recorder(Protocol):
 
 class NoRecorder:
     """Where there are no contexts."""
-
-    unsettled = ()
-
-    def settle(self) -> None:
-        return None
 
     def current(self) -> None:
         return None

@@ -209,8 +209,6 @@ class Codec:
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """
-        if self._recorder.unsettled:
-            self._recorder.settle()
         if frame.encoding == PACKET:
             return self._open_packet(frame)
         decoder = self._decoders.get(frame.encoding)

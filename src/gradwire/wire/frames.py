@@ -74,7 +74,7 @@ class Parcel:
     meanwhile: Callable[[], object] | None = None
     """What the sender has to do between sending a request by a lane and waiting."""
     afterwards: tuple[Callable[[], object], ...] = ()
-    """What is to be done here as soon as it has been sent, when the other side is at work."""
+    """What may be done here when it has been sent, and the other side has to do something first."""
 
     def __init__(self, kind: int, encoding: int, body: bytes) -> None:
         self.kind = kind
@@ -106,11 +106,9 @@ class Parcel:
         )
 
     def was_sent(self) -> None:
-        """Do what is to be done now that it has left, or will soon. Twice is fine."""
-        if self.afterwards:
-            todo, self.afterwards = self.afterwards, ()
-            for do in todo:
-                do()
+        """Do what is to be done now that it has left."""
+        for do in self.afterwards:
+            do()
         if self.meanwhile is not None:
             self.meanwhile()
 
