@@ -347,12 +347,10 @@ class CallerChannel(Channel):
     def _leave(self) -> None:
         with self._state_lock:
             self._attending -= 1
-        if self._attending:
-            self._hand_over()
-        elif self._over:
+        if self._over and not self._attending:
             self._free()
-        elif self._posted > self._answered:  # who left will soon wait for the next
-            self._hold()
+        elif self._posted > self._answered and not self._attending:
+            self._hold()  # who left will soon wait for the next
         else:
             self._hand_over()
 
