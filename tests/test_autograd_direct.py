@@ -125,6 +125,16 @@ def test_a_hook_outlives_what_is_sent_on_as_it_came(is_changed: bool) -> None:
         close(world[0].get_gradients(context), {x: 2 * torch.cos(x.detach())})
 
 
+def test_a_sparse_tensor_is_sent_on() -> None:
+    with autograds(3) as world, world[0].context() as context:
+        x = torch.eye(3, dtype=torch.float64).to_sparse().requires_grad_()
+        (there,) = world.transfer(0, 1, context, [x * 2])
+        (on,) = world.transfer(1, 2, context, [there])
+        world[2].backward(context, [torch.sparse.sum(on)])
+        found = world[0].get_gradients(context)[x].to_dense()
+        close(found, 2 * torch.eye(3, dtype=torch.float64))
+
+
 def test_what_is_large_is_not_kept_for_being_sent_on() -> None:
     with autograds(3) as world, world[0].context() as context:
         x = doubles(3000)

@@ -163,9 +163,13 @@ class Send:
 
 def _are_passed_on(tensors: Sequence[Tensor]) -> bool:
     """Whether all of these arrived; and may be kept for as long as their context."""
-    return sum(tensor.nbytes for tensor in tensors) <= _MOST_KEPT and {
-        type(tensor.grad_fn) for tensor in tensors
-    } == {RECV_NODE}
+    size = 0
+    for tensor in tensors:
+        is_dense = tensor.layout is torch.strided and not tensor.is_nested
+        if type(tensor.grad_fn) is not RECV_NODE or not is_dense:
+            return False
+        size += tensor.nbytes
+    return size <= _MOST_KEPT
 
 
 def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
