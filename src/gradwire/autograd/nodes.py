@@ -121,7 +121,7 @@ class Send:
                 self.leaves = tensors
                 return
         self._output = _made(_apply_send, crossing, *tensors)
-        if type(tensors[0].grad_fn) is RECV_NODE and _are_passed_on(tensors):
+        if _are_passed_on(tensors):
             self.passed_on = tensors
 
     def __repr__(self) -> str:
@@ -165,8 +165,9 @@ def _are_passed_on(tensors: Sequence[Tensor]) -> bool:
     """Whether all of these arrived; and may be kept for as long as their context."""
     size = 0
     for tensor in tensors:
-        is_dense = tensor.layout is torch.strided and not tensor.is_nested
-        if type(tensor.grad_fn) is not RECV_NODE or not is_dense:
+        if type(tensor.grad_fn) is not RECV_NODE:
+            return False
+        if tensor.layout is not torch.strided or tensor.is_nested:
             return False
         size += tensor.nbytes
     return size <= _MOST_KEPT

@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from ..errors import ProtocolError
 from ..threads import Bell
-from ..wire.frames import Frame, Parcel
+from ..wire.frames import Frame, Parcel, note
 from ..wire.messages import GOODBYE, PING, PONG
 from .base import Answer
 from .segments import SegmentMap, SegmentPool
@@ -115,7 +115,7 @@ class Channel:
 
     def note(self, kind: int) -> None:
         """Say something without a body, unless the connection is over."""
-        self._outbox.append(Parcel(kind, 0, b"").header(0))
+        self._outbox.append(note(kind))
         try:
             self.flush()
         except OSError:
@@ -141,9 +141,7 @@ class Channel:
             return
         try:
             self._write_outbox()
-            self._stream.writer.write_bytes(
-                Parcel(GOODBYE, 0, b"").header(0), time.monotonic() + _FAREWELL
-            )
+            self._stream.writer.write_bytes(note(GOODBYE), time.monotonic() + _FAREWELL)
         except OSError:
             pass  # it is gone, too
         finally:

@@ -88,7 +88,7 @@ class Inbox:
         self.words[_LOOKING] = 0
         with self._fence:
             pass
-        return self.take() if self.words[LENGTH] else None
+        return self.take()
 
     def take(self) -> bytes | None:
         """The letter, if there is one."""

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from ..errors import ProtocolError, WorkerLostError
 from ..wire.frames import Frame, Parcel
 from ..wire.messages import PING
-from . import letters, segments
+from . import segments
 from .base import Card, IsOver
 from .channels import CallerChannel, Channel
 from .dialing import Dialer
@@ -172,8 +172,7 @@ class OutgoingLink:
     def _open_lane(self, deadline: float | None) -> CallerLane:
         sock = self._dialer.open(Purpose.LANE, deadline)
         stream = self._stream(sock)
-        if letters.are_possible():
-            stream.offer_letters()
+        stream.offer_letters()
         lane = CallerLane(self._station, stream, self.peer)
         with self._lock:
             if self._closed:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import socket
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import ProtocolError
 from ..wire.frames import HEADER, VERSION, Frame, Header, Limits, refusal
@@ -191,5 +191,5 @@ class StreamReader:
         self.frames.append(frame)
 
 
-def refuse(segment: int) -> None:
+def refuse(segment: int) -> NoReturn:
     raise ProtocolError("letters offered where there can be none")

@@ -10,8 +10,7 @@ import select
 import socket
 from contextlib import nullcontext
 
-from ..errors import ProtocolError
-from ..wire.frames import Limits, Parcel
+from ..wire.frames import Limits, note
 from ..wire.messages import LETTERS
 from . import letters
 from .base import Traffic
@@ -81,32 +80,31 @@ class Stream:
         Raises:
             EOFError, OSError, ProtocolError: as `pull`.
         """
-        reader = self.reader
-        if reader.inbox is None:
+        if self.reader.inbox is None:
             return self._patience.look(spin, self._pull, times)
         try:
             found = self._patience.look(spin, self._look, times)
         finally:
-            letter = reader.inbox.end()
-            if letter is not None:  # it came as the last look was over
-                reader.open_letter(letter)
-        return found or letter is not None
+            came_late = self.cease()  # as the last look was over
+        return found or came_late
 
     def offer_letters(self) -> None:
-        """Have small frames go by shared memory, if there is some."""
+        """Have small frames go by shared memory, if there is some, and this processor can."""
         pool = self.writer.segments
-        segment = pool.lend(letters.BOXES) if pool is not None else None
+        if pool is None or not letters.are_possible():
+            return
+        segment = pool.lend(letters.BOXES)
         if segment is None:
             return
         self._use_letters(segment, offered=True)
         try:
-            self.writer.write_bytes(Parcel(LETTERS, 0, b"").header(0, segment.id))
+            self.writer.write_bytes(note(LETTERS, segment.id))
         except OSError:
             pass  # it is over: whoever uses it will notice
 
     def _accept_letters(self, number: int) -> None:
         if self.reader.segments is None or self.reader.inbox is not None:
-            raise ProtocolError("letters offered where there can be none")
+            refuse(number)
         segment = self.reader.segments.borrow(number, letters.BOXES)
         self._use_letters(segment, offered=False)
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from ..wire import memory
-from ..wire.frames import Parcel
+from ..wire.frames import Parcel, note
 from ..wire.messages import LETTERS
 from .base import NAP, Traffic
 from .letters import Outbox
@@ -24,7 +24,7 @@ Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
-_BELL = Parcel(LETTERS, 0, b"").header(0)
+_BELL = note(LETTERS)
 
 
 class StreamWriter:

@@ -180,6 +180,11 @@ def refusal(header: Header, most_body: int, most_bulk: int) -> ProtocolError:
     return ProtocolError(f"bulk of {bulk} bytes, the limit is {most_bulk}")
 
 
+def note(kind: int, segment: int = 0) -> bytes:
+    """A frame that is nothing but its header."""
+    return Parcel(kind, 0, b"").header(0, segment)
+
+
 def aligned(offset: int) -> int:
     return -(-offset // ALIGNMENT) * ALIGNMENT
 
