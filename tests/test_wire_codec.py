@@ -39,6 +39,7 @@ from gradwire.wire.messages import CALL, FAILURE, RESULT, Call, Result
 from gradwire.wire.pickling import PickleSerializer
 from gradwire.wire.plans import Decoder, load_plain
 from gradwire.wire.signatures import Encoder, Subject, dump_plain
+from gradwire.wire.stock import Stock
 
 
 @pytest.fixture(params=[PICKLE, PLAIN], ids=["pickle", "plain"])
@@ -198,11 +199,11 @@ def test_a_known_signature_that_is_cut_off_is_refused(value: Any) -> None:
 
 def test_the_signatures_remembered_are_bounded() -> None:
     encoder = Encoder(PLAIN_SHORT, dump_plain, LIMITS)
-    decoder = Decoder(load_plain)
+    decoder = Decoder(load_plain, Stock())
     for number in range(1000):
         subject: Subject = (CALL, f"module:{number}" + "x" * 3000, (), None, False)
         parcel, _ = encoder.encode(subject, ()) or pytest.fail("not the short way")
-        plan, values = decoder.decode(parcel.body, None)
+        plan, values = decoder.decode(parcel.arrive(1))
         assert (plan.subject, values) == (subject, ())
     assert sum(map(len, decoder._known)) <= 1 << 20
 

@@ -22,11 +22,12 @@ from gradwire.errors import NotAllowedError, ProtocolError
 from gradwire.transport.reading import StreamReader
 from gradwire.transport.segments import Recycler
 from gradwire.wire import tensors
-from gradwire.wire.codec import PLAIN_GENERAL, PLAIN_SHORT, Codec, Manner
+from gradwire.wire.codec import PLAIN_GENERAL, PLAIN_SHORT, SHORT, Codec, Manner
 from gradwire.wire.frames import HEADER, Frame, Limits, Parcel
-from gradwire.wire.messages import GOODBYE, PING, Call
+from gradwire.wire.messages import CALL, GOODBYE, PING, Call
 from gradwire.wire.pickling import PickleSerializer
 from gradwire.wire.plans import Decoder
+from gradwire.wire.stock import Stock
 
 STREAMS = 5000  # per seed; 20 seeds make the 100,000
 TABLES = 2000
@@ -283,7 +284,7 @@ def test_mutated_tables_and_signatures_are_understood_or_refused(
     fuzz_seed: int,
 ) -> None:
     mutator = Mutator(fuzz_seed)
-    decoder = Decoder(lambda data: [None] * 3)
+    decoder = Decoder(lambda data: [None] * 3, Stock())
     for _ in range(TABLES):
         body = memoryview(bytes(mutator.mutant(bodies())))
         area = mutator.random.choice(frames()).area
@@ -295,7 +296,9 @@ def test_mutated_tables_and_signatures_are_understood_or_refused(
             assert used <= len(body)
             touch(arrived)
         try:
-            touch(decoder.decode(body, area)[1])
+            frame = Frame(CALL, SHORT, 1, body)
+            frame.area = area
+            touch(decoder.decode(frame)[1])
         except ProtocolError:
             pass
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradwireError
-from .nodes import Crossing, Send, make_recv
+from .nodes import Crossing, Send
 
 _COUNT_BITS = 48
 _MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
@@ -113,8 +113,9 @@ class Context:
             send.enter_late(len(self.sends))
         return send
 
-    def add_recv(self, number: int, sender: int, tensors: Sequence[Tensor]) -> None:
-        node = make_recv(Crossing(number, sender, self.id, len(tensors)), tensors)
+    def add_recv(self, number: int, sender: int, node: Any) -> None:
+        """What `make_recv` gave belongs to a message of this context."""
+        node.crossing.become(number, sender, self.id)
         self.recvs[number] = node  # in one step, as copying it: it needs no lock
 
     def add_gradients(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:

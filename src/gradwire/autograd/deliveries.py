@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import ProtocolError
 from .contexts import Context, Numbers, unknown
 from .messages import CREATE, Delivery
-from .nodes import Crossing, Gradients
+from .nodes import Crossing, Gradients, make_recv
 
 
 def make(
@@ -54,7 +54,7 @@ def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
     number, gradients, link, linked = delivery
     check(context, sender, number, gradients)
     if link:
-        context.add_recv(link, sender, [gradients[i] for i in linked])
+        context.add_recv(link, sender, make_recv([gradients[i] for i in linked]))
     return gradients
 
 

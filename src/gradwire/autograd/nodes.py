@@ -79,6 +79,10 @@ class Crossing:
         self.runs: list[Run] = []
         """Those under way that pass through here: one, unless passes overlap."""
 
+    def become(self, number: int, worker: int, context: int) -> None:
+        """Stand for this message from now on."""
+        self.id, self.worker, self.context = number, worker, context
+
     def __repr__(self) -> str:
         return f"<Crossing {self.id}: {self.count} tensors, worker {self.worker}>"
 
@@ -173,11 +177,15 @@ def _are_passed_on(tensors: Sequence[Tensor]) -> bool:
     return size <= _MOST_KEPT
 
 
-def make_recv(crossing: Crossing, tensors: Sequence[Tensor]) -> Any:
-    """The node of a recv of these tensors, which become part of the graph in place."""
+def make_recv(tensors: Sequence[Tensor]) -> Any:
+    """The node of a recv of these tensors, which become part of the graph in place.
+
+    Its crossing is none as long as nobody has said where they came from (`Crossing.become`).
+    """
     for tensor in tensors:
         if tensor.requires_grad:
             tensor.requires_grad_(False)  # it would stay a leaf
+    crossing = Crossing(0, 0, 0, len(tensors))
     _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
     return tensors[0].grad_fn
 
@@ -248,7 +256,7 @@ _apply_recv = _function("RecvRpc", _recv_forward, _recv_backward)
 
 def _node_types() -> tuple[type, type, type]:
     crossing = Crossing(0, 0, 0, 1)
-    send, recv = Send(crossing, [_TOKEN]), make_recv(crossing, [torch.empty(())])
+    send, recv = Send(crossing, [_TOKEN]), make_recv([torch.empty(())])
     return type(send.node), type(recv), type(TOKEN.node)
 
 

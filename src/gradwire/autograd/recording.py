@@ -17,6 +17,7 @@ from ..wire.frames import Frame, Parcel
 from ..wire.messages import RESULT
 from .checks import check_kinds
 from .contexts import Context
+from .nodes import make_recv
 from .service import Autograd
 from .strands import strands_of
 
@@ -30,6 +31,7 @@ class Recording:
         self._take_word = autograd.releases.take
         self.current = autograd.contexts.current
         self.check = check_kinds
+        self.prepare = make_recv
 
     def leaving(
         self, context: Context, to: int, parcel: Parcel, tensors: Sequence[Tensor]
@@ -55,7 +57,8 @@ class Recording:
         context = self._find(frame.scope)
         context.known.add(sender)
         if tensors and frame.mark:
-            context.add_recv(frame.mark, sender, tensors)
+            node = frame.history or make_recv(tensors)
+            context.add_recv(frame.mark, sender, node)
         elif tensors:
             require_grad(tensors)
         return context

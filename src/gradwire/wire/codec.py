@@ -34,6 +34,7 @@ from .packets import Packet, PacketDecoder, PacketEncoder
 from .pickling import PickleSerializer, Reducer, Serializer
 from .plans import Decoder, load_plain
 from .signatures import Encoder, Subject, dump_pickle, dump_plain
+from .stock import Stock
 
 SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM, PACKET = 1, 2, 3, 4, 5, 6
 _NO_NAMES: tuple[str, ...] = ()
@@ -78,12 +79,13 @@ class Codec:
             False: Encoder(SHORT, dump_pickle, limits),
             True: Encoder(PLAIN_SHORT, dump_plain, limits),
         }
-        self._decoders = {PLAIN_SHORT: Decoder(load_plain)}
+        self._stock = Stock()
+        self._decoders = {PLAIN_SHORT: Decoder(load_plain, self._stock)}
         self._packets = PacketEncoder(PACKET)
-        self._packet_decoder = PacketDecoder()
+        self._packet_decoder = PacketDecoder(self._stock)
         self._loaders: dict[int, Serializer] = {PLAIN_GENERAL: plain}
         if not plain_only:
-            self._decoders[SHORT] = Decoder(pickle.loads)
+            self._decoders[SHORT] = Decoder(pickle.loads, self._stock)
             self._loaders[GENERAL] = PickleSerializer(self._reducers, same_main=True)
             if custom is not None:
                 self._loaders[CUSTOM] = custom
@@ -111,7 +113,7 @@ class Codec:
 
     def record_with(self, recorder: Recorder) -> None:
         """Have the tensors of messages recorded."""
-        self._recorder = recorder
+        self._recorder = self._stock.recorder = recorder
 
     def call(self, call: Call, manner: Manner) -> Parcel:
         """A call as a parcel; also of a message of an upper layer that is one.
@@ -199,6 +201,8 @@ class Codec:
             return self._general(kind, (fields,) if kind == RESULT else fields, manner)
         if len(parcel.body) > self._limits.body or parcel.bulk_length:
             parcel.check(self._limits)
+        if self._stock.wanted:
+            parcel.afterwards += (self._stock.refill,)
         return parcel
 
     def open(self, frame: Frame, sender: int = -1) -> Any:
@@ -213,7 +217,7 @@ class Codec:
             return self._open_packet(frame)
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            plan, values = decoder.decode(frame.body, frame.area)
+            plan, values = decoder.decode(frame)
             found = plan.pick(values)
             if frame.scope:
                 frame.context = self._recorder.arrived(frame, sender, found)
@@ -241,7 +245,7 @@ class Codec:
         return self._from_fields(frame.kind, fields)
 
     def _open_packet(self, frame: Frame) -> Any:
-        numbers, arrived = self._packet_decoder.decode(frame.body, frame.area)
+        numbers, arrived = self._packet_decoder.decode(frame)
         if frame.kind == RESULT:
             return Result(Packet(numbers, arrived))
         message = self._types.get(frame.kind)
@@ -305,6 +309,8 @@ class Codec:
         parcel, pick = encoded
         if context:
             self._recorder.leaving(context, manner.to, parcel, pick(values))
+        if self._stock.wanted:
+            parcel.afterwards += (self._stock.refill,)
         return parcel
 
     def _general(

@@ -22,9 +22,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import memory, plain
-from .frames import Parcel, Piece, aligned
-from .plans import Learner, Plan, room, too_odd, too_short
+from .frames import Frame, Parcel, Piece, aligned
+from .plans import Learner, Plan, too_odd
 from .signatures import LENGTH, MAX_REMEMBERED, MAX_SIGNATURE, Subject
+from .stock import Stock
 from .tensors import DTYPE_CODES, INLINE, is_plain
 
 _SUBJECT: Subject = (0, None, (), None, False)  # a packet's kind is in its header
@@ -164,27 +165,25 @@ def _with_bulk(
 class PacketDecoder(Learner["_PacketPlan"]):
     """What reads packets."""
 
-    def __init__(self) -> None:
+    def __init__(self, stock: Stock) -> None:
         super().__init__(_parse)
+        self._take = stock.take
 
-    def decode(self, body: bytes | memoryview, area: Any) -> tuple[Any, Any]:
+    def decode(self, frame: Frame) -> tuple[Any, Any]:
         """The numbers and tensors of a packet.
 
         Raises:
             ProtocolError: the bytes make no sense.
         """
-        plan, at = self._find(body)
-        if plan.bulk and plan.bulk > room(area):
-            raise too_short()
+        plan, at = self._find(frame.body)
+        area, count = frame.area, plan.count
+        found = plan.cut(frame.body, at, area)
         try:
-            found = plan.cut(body, at)
-            count = plan.count
+            raws = found[count:]
+            small = self._take(plan.small, frame).fill(raws) if raws else []
             if plan.is_small:
-                return found[:count], plan.make_all(found[count:])
-            tensors = [step(body, at, area, None) for step in plan.steps]
-            return found[:count], tensors
-        except struct.error:
-            raise too_short() from None
+                return found[:count], small
+            return found[:count], [step(small, area, ()) for step in plan.steps]
         except (TypeError, RuntimeError) as error:
             raise too_odd(error) from error
 
@@ -197,6 +196,8 @@ class _PacketPlan(Plan):
     def __init__(self, count: int, specs: tuple[Any, ...]) -> None:
         super().__init__(_SUBJECT, specs, count)
         self.count = count
+        if self.small.has_history:
+            raise TypeError("a tensor that requires grad")
 
 
 def _parse(signature: Any) -> _PacketPlan:

@@ -1,7 +1,7 @@
 """The other end of `signatures.py`: a signature that arrives is parsed once, into a plan.
 
-A plan fetches the values that follow the signature: each by a step of its own, or, where all are
-small tensors, as most are, in one go.
+A plan fetches the values that follow the signature: the small tensors in one go (`stock.py`), and
+where there is more, each value by a step of its own.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import torch
 from torch import Tensor
 
 from ..errors import ProtocolError
-from . import memory, plain
-from .memory import no_memory
+from . import plain
+from .frames import Frame
 from .messages import CALL, RESULT, Call, Result
 from .signatures import LENGTH, MAX_SIGNATURE, Subject, picker
+from .stock import Small, Stock
 from .tensors import DTYPES, INLINE
 
 P = TypeVar("P")
 Load = Callable[[Any], Any]
-Step = Callable[[Any, int, Any, Any], Any]
-_Small = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any]]
-"""How to make a small tensor: a function, its arguments, and what puts bytes at an address."""
+Step = Callable[[Sequence[Tensor], Any, Sequence[Any]], Any]
+"""What gives a value, from the small tensors, the bulk area and the plain data."""
 
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 _read_length = LENGTH.unpack_from
@@ -72,45 +72,36 @@ class Learner(Generic[P]):
 class Decoder(Learner["Plan"]):
     """What reads calls and results."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Load, stock: Stock) -> None:
         super().__init__(_parse)
         self._load = load
+        self._take = stock.take
 
-    def decode(
-        self, body: bytes | memoryview, area: Any
-    ) -> tuple[Plan, tuple[Any, ...]]:
+    def decode(self, frame: Frame) -> tuple[Plan, tuple[Any, ...]]:
         """What is known of such messages, and the values of this one.
 
         Raises:
             ProtocolError: the bytes make no sense.
         """
+        body = frame.body
         plan, at = self._find(body)
-        if not plan.is_small:
-            values = plan.fixed
-            if values is None or at > len(body):
-                values = self._fetch(plan, body, at, area)
-            return plan, values
+        if plan.fixed is not None and at <= len(body):
+            return plan, plan.fixed
+        raws = plan.cut(body, at, frame.area)
+        data = self._load_data(plan, body[at + plan.inline :]) if plan.data else ()
         try:
-            return plan, tuple(plan.make_all(plan.cut(body, at)))
-        except struct.error:
-            raise too_short() from None
+            small = self._take(plan.small, frame).fill(raws) if raws else ()
+            if plan.is_small:
+                return plan, tuple(small)
+            return plan, tuple([step(small, frame.area, data) for step in plan.steps])
         except (TypeError, RuntimeError) as error:
             raise too_odd(error) from error
 
-    def _fetch(
-        self, plan: Plan, body: bytes | memoryview, at: int, area: Any
-    ) -> tuple[Any, ...]:
-        """The values, step by step."""
-        start = at + plan.inline
-        if start > len(body) or (plan.bulk and plan.bulk > room(area)):
-            raise too_short()
-        data = self._load(body[start:]) if plan.data else []
+    def _load_data(self, plan: Plan, rest: bytes | memoryview) -> list[Any]:
+        data = self._load(rest)
         if type(data) is not list or len(data) != plan.data:
             raise ProtocolError("data does not fit its signature")
-        try:
-            return tuple([step(body, at, area, data) for step in plan.steps])
-        except (TypeError, RuntimeError) as error:
-            raise too_odd(error) from error
+        return data
 
 
 def _parse(signature: Any) -> Plan:
@@ -135,11 +126,10 @@ class Plan:
     """How to fetch the values that follow a signature."""
 
     __slots__ = (
-        "_lengths",
+        "_cut",
         "_offsets",
         "_traced",
         "bulk",
-        "cut",
         "data",
         "fixed",
         "inline",
@@ -159,13 +149,11 @@ class Plan:
         self.subject = subject
         self.kind = subject[0]
         self.steps: list[Step] = []
-        self.small: list[_Small] = []
-        """How to make them, if all are small tensors."""
+        self.small = Small()
         self.inline = 8 * numbers  # bytes of small tensors, and of what comes before
         self.bulk = 0
         self.data = 0  # values that are plain data
         self._traced: list[int] = []  # the places of the tensors that require grad
-        self._lengths = f"<{numbers}q"
         self._offsets: set[int] = set()  # of large tensors
         for spec in specs:
             if spec is None:
@@ -183,17 +171,21 @@ class Plan:
         are_none = all(spec is None for spec in specs)
         self.fixed: tuple[Any, ...] | None = (None,) * len(specs) if are_none else None
         """The values, if there are none in fact."""
-        self.cut = struct.Struct(self._lengths).unpack_from
-        """Takes the numbers and the bytes of small tensors apart."""
+        lengths = "".join(f"{length}s" for length in self.small.lengths)
+        self._cut = struct.Struct(f"<{numbers}q{lengths}").unpack_from
 
-    def make_all(self, raws: Sequence[bytes]) -> list[Tensor]:
-        """The values, if all are small tensors."""
-        made = []
-        for (make, sizes, put), raw in zip(self.small, raws, strict=True):
-            tensor = make(*sizes)
-            put(tensor.data_ptr() or no_memory(raw)).raw = raw
-            made.append(tensor)
-        return made
+    def cut(self, body: bytes | memoryview, at: int, area: Any) -> tuple[Any, ...]:
+        """The numbers, and the bytes of each small tensor.
+
+        Raises:
+            ProtocolError: something is missing, there or in the bulk area.
+        """
+        if self.bulk and self.bulk > room(area):
+            raise too_short()
+        try:
+            return self._cut(body, at)
+        except struct.error:
+            raise too_short() from None
 
     def _tensor(self, code: int, shape: Any, grad: bool, offset: int) -> Step:
         dtype = DTYPES[code]
@@ -206,9 +198,7 @@ class Plan:
         if offset < 0:
             if length > INLINE:
                 raise ProtocolError(f"small tensor of {length} bytes")
-            self.small.append(_small(dtype, shape, length))
-            self._lengths += f"{length}s"
-            step = _fetch_small(self.small[-1], self.inline, length)
+            step = _fetch_small(self.small.add(dtype, shape, length, grad=grad))
             self.inline += length
         else:
             if offset % 64 or not count:
@@ -217,6 +207,8 @@ class Plan:
             if offset in self._offsets:
                 step = _fetch_copy(step)
             self._offsets.add(offset)
+            if grad:
+                self.small.not_ahead()
             self.bulk = max(self.bulk, offset + length)
         if grad:
             if not (dtype.is_floating_point or dtype.is_complex):
@@ -252,36 +244,20 @@ def _is_size(number: Any) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
-def _fetch_none(body: Any, at: int, area: Any, data: Any) -> None:
+def _fetch_none(small: Any, area: Any, data: Any) -> None:
     return None
 
 
 def _fetch_data(index: int) -> Step:
-    return lambda body, at, area, data: data[index]
+    return lambda small, area, data: data[index]
 
 
-def _small(dtype: torch.dtype, shape: Any, length: int) -> _Small:
-    like = torch.empty((), dtype=dtype, device=memory.CPU)
-    memory.write(like, bytes(dtype.itemsize))  # raises if a mode made it without memory
-    # `new_empty` takes half the time of `torch.empty` with its options.
-    return like.new_empty, shape or ((),), memory.arrays[length].from_address
-
-
-def _fetch_small(small: _Small, start: int, length: int) -> Step:
-    make, sizes, put = small
-    end = start + length
-
-    def step(body: Any, at: int, area: Any, data: Any) -> Tensor:
-        tensor = make(*sizes)
-        raw = body[at + start : at + end]
-        put(tensor.data_ptr() or no_memory(raw)).raw = raw
-        return tensor
-
-    return step
+def _fetch_small(index: int) -> Step:
+    return lambda small, area, data: small[index]
 
 
 def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Step:
-    def step(body: Any, at: int, area: Any, data: Any) -> Tensor:
+    def step(small: Any, area: Any, data: Any) -> Tensor:
         flat = torch.frombuffer(area, dtype=dtype, count=count, offset=offset)
         return flat.view(shape)
 
@@ -290,7 +266,7 @@ def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Ste
 
 def _fetch_copy(fetch: Step) -> Step:
     """For one that was sent once and is there twice."""
-    return lambda body, at, area, data: fetch(body, at, area, data).clone()
+    return lambda small, area, data: fetch(small, area, data).clone()
 
 
 def load_plain(data: Any) -> Any:

@@ -1,0 +1,157 @@
+"""The small tensors of messages, which are made ahead where messages look alike.
+
+To make a tensor and to put it into the graph of a context takes several times as long as to fill
+it, and programs say the same again and again. So whenever something was sent, and the other side
+has to work first, tensors are made for the next message that looks like the last one.
+
+What is made ahead is what would be made on arrival: plain tensors, with the history that the
+recorder gives them, which learns later where they belong. In modes in which that would show
+(anomaly, inference) none are made ahead and none are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, is_anomaly_enabled, is_inference_mode_enabled
+
+from . import memory
+from .cargo import NoRecorder, Recorder
+from .frames import Frame
+
+_FEW, _FEW_BYTES = 8, 4096  # tensors of a message that are made ahead
+_MOST = 64  # messages
+_Maker = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any], int]
+"""A function, its arguments, what gives the memory at an address, and how much that is."""
+
+
+class Blanks:
+    """The small tensors of one message, still to be filled."""
+
+    __slots__ = ("_places", "history", "tensors")
+
+    def __init__(self, tensors: list[Tensor], places: list[Any]) -> None:
+        self.tensors = tensors
+        self._places = places  # their memory, as arrays
+        self.history: Any = None
+        """What the recorder knows of them, if they were made ahead."""
+
+    def fill(self, raws: Sequence[bytes]) -> list[Tensor]:
+        """The tensors, with these bytes."""
+        for place, raw in zip(self._places, raws, strict=True):
+            place.raw = raw
+        return self.tensors
+
+
+class Small:
+    """How to make the small tensors of messages that look alike."""
+
+    def __init__(self) -> None:
+        self.is_usual = False
+        """Such a message came before, and its tensors may be made ahead."""
+        self.has_history = False
+        """Some require grad."""
+        self.lengths: list[int] = []
+        self._makers: list[_Maker] = []
+        self._traced: list[int] = []  # those that require grad
+        self._can_be_ahead = True
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def add(self, dtype: torch.dtype, shape: Any, length: int, *, grad: bool) -> int:
+        """Have one more; its place among them.
+
+        Raises:
+            RuntimeError: a mode makes tensors that have no memory.
+        """
+        like = torch.empty((), dtype=dtype, device=memory.CPU)
+        memory.write(like, bytes(dtype.itemsize))
+        # `new_empty` takes half the time of `torch.empty` with its options.
+        array = memory.arrays[length].from_address
+        self._makers.append((like.new_empty, shape or ((),), array, length))
+        self.lengths.append(length)
+        place = len(self.lengths) - 1
+        if grad:
+            self._traced.append(place)
+            self.has_history = True
+        return place
+
+    def not_ahead(self) -> None:
+        """Make none ahead: a history of theirs would be that of others, too."""
+        self._can_be_ahead = False
+
+    def blanks(self) -> Blanks:
+        """The tensors of one message.
+
+        Raises:
+            TypeError, RuntimeError: they cannot be made.
+        """
+        self.is_usual = self._can_be_ahead and self._are_few()
+        tensors, places = [], []
+        for make, sizes, array, length in self._makers:
+            tensor = make(*sizes)
+            places.append(array(tensor.data_ptr() or memory.no_memory(length)))
+            tensors.append(tensor)
+        return Blanks(tensors, places)
+
+    def prepared(self, recorder: Recorder) -> Blanks | None:
+        """The same, made ahead; None: these would be others than those made on arrival."""
+        try:
+            blanks = self.blanks()
+        except (TypeError, RuntimeError):
+            return None  # which says on arrival why
+        tensors = blanks.tensors
+        if not all(type(tensor) is Tensor for tensor in tensors):
+            return None
+        if self.has_history:
+            blanks.history = recorder.prepare([tensors[i] for i in self._traced])
+        return blanks
+
+    def _are_few(self) -> bool:
+        return len(self.lengths) <= _FEW and sum(self.lengths) <= _FEW_BYTES
+
+
+class Stock:
+    """What one worker has made ahead. For all threads: each change is a single step."""
+
+    def __init__(self) -> None:
+        self.recorder: Recorder = NoRecorder()
+        self.wanted: dict[Small, None] = {}
+        """Of what some were used, or could have been."""
+        self._ready: dict[Small, Blanks] = {}
+
+    def take(self, small: Small, frame: Frame) -> Blanks:
+        """The tensors for a message.
+
+        Raises:
+            TypeError, RuntimeError: as `Small.blanks`.
+        """
+        is_recorded = frame.mark and frame.scope
+        if small.is_usual and (is_recorded or not small.has_history):
+            self.wanted[small] = None
+            blanks = self._ready.pop(small, None)
+            if blanks is not None and not _would_show():
+                frame.history = blanks.history
+                return blanks
+        return small.blanks()
+
+    def refill(self) -> None:
+        """Make what is wanted."""
+        while self.wanted and not _would_show():
+            try:
+                small, _ = self.wanted.popitem()
+            except KeyError:
+                return  # another thread did
+            blanks = small.prepared(self.recorder)
+            if blanks is not None:
+                if len(self._ready) >= _MOST:
+                    self._ready.clear()
+                self._ready[small] = blanks
+
+
+def _would_show() -> bool:
+    """Whether tensors made at another time would differ."""
+    return is_anomaly_enabled() or is_inference_mode_enabled()
