@@ -1,5 +1,6 @@
 """Letters: frames by shared memory stay in order with those by the socket, and none is lost."""
 
+import itertools
 import random
 import socket
 import sys
@@ -124,7 +125,7 @@ def test_a_letter_to_one_who_just_ceased_to_look_rings() -> None:
 
         class Slow:
             def __enter__(self) -> None:
-                there.reader.inbox.words[0] = 0  # type: ignore[union-attr]
+                there.reader.inbox._words[0] = 0  # type: ignore[union-attr]
 
             def __exit__(self, *error: object) -> None:
                 pass
@@ -142,6 +143,36 @@ def test_one_who_ceases_to_look_finds_what_came_in_the_last_moment() -> None:
         write(here, 1)
         end(there)
         assert taken(there) == [1]
+
+
+def test_one_who_looks_for_letters_sees_what_comes_by_the_socket(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(letters, "_LOOKS", itertools.count())  # else for ever
+    with streams() as (here, there):
+        for number in range(3):
+            begin(there)
+            write(here, number, TOO_LARGE)
+            while len(there.reader.frames) <= number:
+                there.reader.look()
+        write(here, 3)
+        there.reader.look()
+        assert taken(there) == [0, 1, 2, 3]
+
+
+def test_one_who_looks_for_letters_leaves_the_socket_alone_for_a_while() -> None:
+    def receive(size: int) -> bytes:
+        asked.append(size)
+        raise BlockingIOError
+
+    asked: list[int] = []
+    with streams() as (_, there):
+        begin(there)
+        there.reader._recv = receive
+        for _ in range(2):
+            with pytest.raises(BlockingIOError):
+                there.reader.look()
+        assert len(asked) == 2
 
 
 def test_a_letter_is_read_before_the_end_of_the_connection_is_seen() -> None:
@@ -167,7 +198,7 @@ def test_a_letter_that_is_no_frame_is_refused(letter: bytes) -> None:
 
 def test_a_letter_of_impossible_length_is_refused() -> None:
     with streams() as (_, there):
-        there.reader.inbox.words[16] = 1 << 31  # type: ignore[union-attr]
+        there.reader.inbox._words[16] = 1 << 31  # type: ignore[union-attr]
         with pytest.raises(ProtocolError):
             there.reader.look()
 

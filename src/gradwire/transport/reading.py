@@ -15,12 +15,11 @@ from ..errors import ProtocolError
 from ..wire.frames import HEADER, VERSION, Frame, Header, Limits, refusal
 from ..wire.messages import GOODBYE, LETTERS, NOTES
 from .base import Traffic
-from .letters import LENGTH, Inbox
+from .letters import Inbox
 from .segments import Recycler, SegmentMap
 
 _CHUNK = 65536
 _HEADER: int = HEADER.size
-_LOOKS = range(96)  # for a letter: twice as long as one look at the socket
 _PIECE = 4 << 20  # read at a time: larger ones gain nothing
 
 
@@ -94,12 +93,8 @@ class StreamReader:
 
     def look(self) -> bool:
         """As `pull`, but look for a letter first; there is an inbox."""
-        words = self.inbox.words  # type: ignore[union-attr]
-        for _ in _LOOKS:
-            if words[LENGTH]:
-                return self._take_letter()
-        del words  # an error would keep the memory
-        return self.pull()
+        letter = self.inbox.look(self.received)  # type: ignore[union-attr]
+        return self.pull() if letter is None else self.open_letter(letter)
 
     def _take_letter(self) -> bool:
         """Take in the letter, if one lies there, before what is younger."""

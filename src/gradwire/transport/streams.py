@@ -111,6 +111,7 @@ class Stream:
     def _use_letters(self, segment: Segment, *, offered: bool) -> None:
         boxes = letters.boxes(segment.view(), offered=offered)
         self.reader.inbox, self.writer.outbox = boxes
+        self.writer.outbox.note(self.writer.sent)
 
     def hang_up(self) -> None:
         """End the connection; whoever waits on it wakes up."""

@@ -77,10 +77,15 @@ class StreamWriter:
             sent = self._send(data)
         except BlockingIOError:
             sent = 0
-        self.sent += sent
-        self._traffic.sent += sent
+        self._count(sent)
         if sent < len(data):
             self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
+
+    def _count(self, sent: int) -> None:
+        self.sent += sent
+        self._traffic.sent += sent
+        if self.outbox is not None:
+            self.outbox.note(self.sent)
 
     def _write_buffers(
         self, buffers: deque[memoryview], deadline: float | None
@@ -96,8 +101,7 @@ class StreamWriter:
                 if drained:
                     self.drained_at = time.monotonic()
                 continue
-            self.sent += sent
-            self._traffic.sent += sent
+            self._count(sent)
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.popleft())
             if sent:
