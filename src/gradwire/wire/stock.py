@@ -54,6 +54,7 @@ class Small:
         self.has_history = False
         """Some require grad."""
         self.lengths: list[int] = []
+        self._bytes = 0
         self._makers: list[_Maker] = []
         self._traced: list[int] = []  # those that require grad
         self._can_be_ahead = True
@@ -73,6 +74,9 @@ class Small:
         array = memory.arrays[length].from_address
         self._makers.append((like.new_empty, shape or ((),), array, length))
         self.lengths.append(length)
+        self._bytes += length
+        if len(self.lengths) > _FEW or self._bytes > _FEW_BYTES:
+            self.not_ahead()
         place = len(self.lengths) - 1
         if grad:
             self._traced.append(place)
@@ -80,7 +84,7 @@ class Small:
         return place
 
     def not_ahead(self) -> None:
-        """Make none ahead: a history of theirs would be that of others, too."""
+        """Make none ahead: it would take too much, or a history is that of others, too."""
         self._can_be_ahead = False
 
     def blanks(self) -> Blanks:
@@ -89,7 +93,7 @@ class Small:
         Raises:
             TypeError, RuntimeError: they cannot be made.
         """
-        self.is_usual = self._can_be_ahead and self._are_few()
+        self.is_usual = self._can_be_ahead
         tensors, places = [], []
         for make, sizes, array, length in self._makers:
             tensor = make(*sizes)
@@ -110,9 +114,6 @@ class Small:
             blanks.history = recorder.prepare([tensors[i] for i in self._traced])
         return blanks
 
-    def _are_few(self) -> bool:
-        return len(self.lengths) <= _FEW and sum(self.lengths) <= _FEW_BYTES
-
 
 class Stock:
     """What one worker has made ahead. For all threads: each change is a single step."""
@@ -129,8 +130,7 @@ class Stock:
         Raises:
             TypeError, RuntimeError: as `Small.blanks`.
         """
-        is_recorded = frame.mark and frame.scope
-        if small.is_usual and (is_recorded or not small.has_history):
+        if small.is_usual and (not small.has_history or (frame.mark and frame.scope)):
             self.wanted[small] = None
             blanks = self._ready.pop(small, None)
             if blanks is not None and not _would_show():
