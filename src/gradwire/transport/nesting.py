@@ -145,18 +145,19 @@ class LaneEnd:
 
     def leave(self, question: Question) -> None:
         """The thread that asked goes on, with an answer or without."""
+        number = question.number
+        gives_up = number and (question.answer is None or question.jobs > 0)
+        if gives_up:
+            with self._lock:  # from now on it is not given the role any more
+                self._tangled = True
+                self._owed.add(number)
+            if self._questions.pop(number, None) is None:
+                self._owed.discard(number)  # it is answered, or just being
         if self._reader.get(_ROLE) is question:
             self._stream.cease()
             self._let_go()
-        number = question.number
-        if not number or (question.answer is not None and not question.jobs):
-            return
-        with self._lock:
-            self._tangled = True
-            self._owed.add(number)
-        if self._questions.pop(number, None) is None:
-            self._owed.discard(number)  # it is answered, or just being
-        self._look()  # for what was read and not seen to
+        if gives_up:
+            self._look()  # for what was read and not seen to
 
     def _catch(self, question: Question, spin: Spin) -> None:
         """With the role: take the answer if it comes soon and alone, as most do."""
@@ -297,6 +298,10 @@ class LaneEnd:
     def _unwatch(self) -> None:
         """A thread reads, or will at once: waking the poller, too, would only disturb."""
         with self._lock:
+            self._pause()
+
+    def _pause(self) -> None:
+        if self._watched:
             self._watched = False
             if not self._over:
                 self._station.poller.pause(self)
@@ -333,6 +338,8 @@ class LaneEnd:
             frame = only.pop()
             number, parcel = frame.call, self.run(frame)
             del frame  # its memory goes back before the caller goes on
+            if asker is not None and not parcel.bulk_length:
+                self._hand_back(asker)
             self.reply(number, parcel)
         except BaseException as error:
             self.fail(error)
@@ -341,6 +348,18 @@ class LaneEnd:
         finally:
             here.asker = None
             self._job_ended(asker)
+
+    def _hand_back(self, asker: Question) -> None:
+        """Give the role to who handed a request over and sleeps: what comes next may be for it.
+
+        It takes over when it is rung, and meanwhile there can be a letter.
+        """
+        with self._lock:
+            if self._tangled or asker.jobs > 1 or asker.number not in self._questions:
+                return
+            if self._reader.setdefault(_ROLE, asker) is asker:
+                self._pause()
+                self._stream.expect()
 
     def _job_ended(self, asker: Question | None) -> None:
         with self._lock:
