@@ -1,11 +1,13 @@
 """Messages become parcels, and frames messages: signatures, serializers, limits."""
 
 import enum
+import itertools
 import pickle
 import socket
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -109,6 +111,46 @@ def test_a_call_arrives_with_arguments_keywords_and_modes(manner: Manner) -> Non
     assert arrived.kwargs["alpha"] == 2
     assert_same(arrived.kwargs["other"], B)
     assert arrived.modes == modes
+
+
+class Few(enum.IntEnum):
+    ONE = 1
+
+
+EXACT = [
+    0,
+    -1,
+    (1 << 63) - 1,
+    -1 << 63,
+    1 << 63,
+    -1 << 80,
+    1.5,
+    -0.0,
+    float("inf"),
+    True,
+]
+
+
+@pytest.mark.parametrize(
+    ("number", "manner"),
+    [
+        *itertools.product(EXACT, (PICKLE, PLAIN)),
+        (Few.ONE, PICKLE),
+        (numpy.float64(2.5), PICKLE),
+    ],
+)
+def test_numbers_arrive_as_they_left_among_other_values(
+    number: Any, manner: Manner
+) -> None:
+    large = torch.ones(LARGE, dtype=torch.uint8)
+    values = (number, A, "text", number, None, B, 7, 0.5, large)
+    arrived = called(call_of(double, *values), manner).args
+    for got, sent in zip(arrived, values, strict=True):
+        if isinstance(sent, torch.Tensor):
+            assert_same(got, sent)
+        else:
+            assert type(got) is type(sent)
+            assert repr(got) == repr(sent)
 
 
 def test_the_general_way_keeps_keywords_and_modes_too(manner: Manner) -> None:

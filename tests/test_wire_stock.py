@@ -190,10 +190,10 @@ def test_what_cannot_be_made_ahead_is_no_error(
     for _ in range(2):
         opened(codec, A)
 
-    def refuse(self: Any) -> None:
+    def refuse(self: Any, raws: Any) -> None:
         raise RuntimeError("a mode")
 
-    monkeypatch.setattr("gradwire.wire.stock.Small.blanks", refuse)
+    monkeypatch.setattr("gradwire.wire.stock.Small.make", refuse)
     send_something(codec)
     assert not codec._stock._ready
     with pytest.raises(ProtocolError, match="a mode"):

@@ -155,8 +155,8 @@ def call(
             flags & _KEEPS_GRAPH,
             flags & CREATE,
             inputs,
-            allow_unreachable=True,
-            accumulate_grad=not inputs,
+            True,  # some may not be reached
+            not inputs,  # to be accumulated then
         )
     finally:
         runs.pop()

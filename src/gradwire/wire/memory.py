@@ -37,17 +37,17 @@ def read(tensor: torch.Tensor, length: int) -> bytes:
 def write(tensor: torch.Tensor, data: bytes | memoryview) -> None:
     """Put `data` at the tensor's address; the tensor has room for it."""
     if len(data):
-        there = tensor.data_ptr() or no_memory(len(data))
+        there = tensor.data_ptr() or no_memory(data)
         arrays[len(data)].from_address(there).raw = data
 
 
-def no_memory(length: int) -> int:
-    """The address of a new tensor that has none: of no matter, if it has no bytes.
+def no_memory(data: bytes | memoryview) -> int:
+    """The address of a new tensor that has none: of no matter, if nothing is to be put there.
 
     Raises:
-        RuntimeError: it has. To write to it all the same would end the process.
+        RuntimeError: there is. To write to it all the same would end the process.
     """
-    if length:
+    if len(data):
         raise RuntimeError("it has no memory; is a mode such as FakeTensorMode on?")
     return 0
 

@@ -167,7 +167,7 @@ class PacketDecoder(Learner["_PacketPlan"]):
 
     def __init__(self, stock: Stock) -> None:
         super().__init__(_parse)
-        self._take = stock.take
+        self._make = stock.make
 
     def decode(self, frame: Frame) -> tuple[Any, Any]:
         """The numbers and tensors of a packet.
@@ -180,10 +180,10 @@ class PacketDecoder(Learner["_PacketPlan"]):
         found = plan.cut(frame.body, at, area)
         try:
             raws = found[count:]
-            small = self._take(plan.small, frame).fill(raws) if raws else []
+            small = self._make(plan.small, raws, frame) if raws else []
             if plan.is_small:
                 return found[:count], small
-            return found[:count], [step(small, area, ()) for step in plan.steps]
+            return found[:count], [step((), small, area, ()) for step in plan.steps]
         except (TypeError, RuntimeError) as error:
             raise too_odd(error) from error
 
@@ -191,11 +191,10 @@ class PacketDecoder(Learner["_PacketPlan"]):
 class _PacketPlan(Plan):
     """How to fetch the numbers and tensors that follow a signature."""
 
-    __slots__ = ("count",)
+    __slots__ = ()
 
     def __init__(self, count: int, specs: tuple[Any, ...]) -> None:
         super().__init__(_SUBJECT, specs, count)
-        self.count = count
         if self.small.has_history:
             raise TypeError("a tensor that requires grad")
 

@@ -18,14 +18,14 @@ from ..errors import ProtocolError
 from . import plain
 from .frames import Frame
 from .messages import CALL, RESULT, Call, Result
-from .signatures import LENGTH, MAX_SIGNATURE, Subject, picker
+from .signatures import LENGTH, MAX_SIGNATURE, NUMBERS, Subject, picker
 from .stock import Small, Stock
 from .tensors import DTYPES, INLINE
 
 P = TypeVar("P")
 Load = Callable[[Any], Any]
-Step = Callable[[Sequence[Tensor], Any, Sequence[Any]], Any]
-"""What gives a value, from the small tensors, the bulk area and the plain data."""
+Step = Callable[[Sequence[Any], Sequence[Tensor], Any, Sequence[Any]], Any]
+"""What gives a value, from the numbers, the small tensors, the bulk area, and other data."""
 
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 _read_length = LENGTH.unpack_from
@@ -75,7 +75,7 @@ class Decoder(Learner["Plan"]):
     def __init__(self, load: Load, stock: Stock) -> None:
         super().__init__(_parse)
         self._load = load
-        self._take = stock.take
+        self._make = stock.make
 
     def decode(self, frame: Frame) -> tuple[Plan, tuple[Any, ...]]:
         """What is known of such messages, and the values of this one.
@@ -87,13 +87,14 @@ class Decoder(Learner["Plan"]):
         plan, at = self._find(body)
         if plan.fixed is not None and at <= len(body):
             return plan, plan.fixed
-        raws = plan.cut(body, at, frame.area)
+        found, area = plan.cut(body, at, frame.area), frame.area
         data = self._load_data(plan, body[at + plan.inline :]) if plan.data else ()
         try:
-            small = self._take(plan.small, frame).fill(raws) if raws else ()
+            raws = found[plan.count :]
+            small = self._make(plan.small, raws, frame) if raws else ()
             if plan.is_small:
                 return plan, tuple(small)
-            return plan, tuple([step(small, frame.area, data) for step in plan.steps])
+            return plan, tuple([step(found, small, area, data) for step in plan.steps])
         except (TypeError, RuntimeError) as error:
             raise too_odd(error) from error
 
@@ -130,6 +131,7 @@ class Plan:
         "_offsets",
         "_traced",
         "bulk",
+        "count",
         "data",
         "fixed",
         "inline",
@@ -143,16 +145,18 @@ class Plan:
     )
 
     def __init__(
-        self, subject: Subject, specs: tuple[Any, ...], numbers: int = 0
+        self, subject: Subject, specs: tuple[Any, ...], count: int = 0
     ) -> None:
-        """`numbers`: how many come before the values."""
+        """`count`: how many numbers come before the values."""
+        self.count = count
+        """How many come before the small tensors."""
         self.subject = subject
         self.kind = subject[0]
         self.steps: list[Step] = []
         self.small = Small()
-        self.inline = 8 * numbers  # bytes of small tensors, and of what comes before
         self.bulk = 0
-        self.data = 0  # values that are plain data
+        self.data = 0  # values that are other data than numbers
+        numbers = f"{count}q"
         self._traced: list[int] = []  # the places of the tensors that require grad
         self._offsets: set[int] = set()  # of large tensors
         for spec in specs:
@@ -160,6 +164,10 @@ class Plan:
                 self.steps.append(_fetch_none)
             elif type(spec) is tuple:
                 self.steps.append(self._tensor(*spec))
+            elif spec in NUMBERS:
+                self.steps.append(_fetch_number(self.count))
+                numbers += NUMBERS[spec]
+                self.count += 1
             else:
                 self.steps.append(_fetch_data(self.data))
                 self.data += 1
@@ -172,7 +180,9 @@ class Plan:
         self.fixed: tuple[Any, ...] | None = (None,) * len(specs) if are_none else None
         """The values, if there are none in fact."""
         lengths = "".join(f"{length}s" for length in self.small.lengths)
-        self._cut = struct.Struct(f"<{numbers}q{lengths}").unpack_from
+        inline = struct.Struct(f"<{numbers}{lengths}")
+        self.inline = inline.size  # bytes of numbers and small tensors
+        self._cut = inline.unpack_from
 
     def cut(self, body: bytes | memoryview, at: int, area: Any) -> tuple[Any, ...]:
         """The numbers, and the bytes of each small tensor.
@@ -199,7 +209,6 @@ class Plan:
             if length > INLINE:
                 raise ProtocolError(f"small tensor of {length} bytes")
             step = _fetch_small(self.small.add(dtype, shape, length, grad=grad))
-            self.inline += length
         else:
             if offset % 64 or not count:
                 raise ProtocolError(f"large tensor of {length} bytes at {offset}")
@@ -244,20 +253,24 @@ def _is_size(number: Any) -> bool:
     return type(number) is int and 0 <= number < 1 << 63
 
 
-def _fetch_none(small: Any, area: Any, data: Any) -> None:
+def _fetch_none(numbers: Any, small: Any, area: Any, data: Any) -> None:
     return None
 
 
+def _fetch_number(index: int) -> Step:
+    return lambda numbers, small, area, data: numbers[index]
+
+
 def _fetch_data(index: int) -> Step:
-    return lambda small, area, data: data[index]
+    return lambda numbers, small, area, data: data[index]
 
 
 def _fetch_small(index: int) -> Step:
-    return lambda small, area, data: small[index]
+    return lambda numbers, small, area, data: small[index]
 
 
 def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Step:
-    def step(small: Any, area: Any, data: Any) -> Tensor:
+    def step(numbers: Any, small: Any, area: Any, data: Any) -> Tensor:
         flat = torch.frombuffer(area, dtype=dtype, count=count, offset=offset)
         return flat.view(shape)
 
@@ -266,7 +279,7 @@ def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Ste
 
 def _fetch_copy(fetch: Step) -> Step:
     """For one that was sent once and is there twice."""
-    return lambda small, area, data: fetch(small, area, data).clone()
+    return lambda *found: fetch(*found).clone()
 
 
 def load_plain(data: Any) -> Any:

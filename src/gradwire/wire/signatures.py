@@ -3,9 +3,11 @@
 A call whose arguments are contiguous CPU tensors, None and small plain data has a *signature*: the
 function's name, keyword names, modes, and dtype and shape of each tensor. Its bytes are computed
 once per signature here, and parsed once there, into a plan to fetch the arguments (`plans.py`).
-What follows the signature is raw: small tensors, then the plain data. Results go the same way.
+What follows the signature is raw: numbers, small tensors, then other plain data. Results go the
+same way.
 
-    body     length of the signature u32, signature (plain encoding), raw bytes, data
+    body     length of the signature u32, signature (plain encoding), numbers of 8 bytes each, raw
+             bytes of tensors, data
 
 Anything else takes the general way (`codec.py`); `encode` says so by returning None.
 """
@@ -29,6 +31,11 @@ Dump = Callable[[Any], bytes]
 
 LENGTH = struct.Struct("<I")
 _BASIC = frozenset((int, float, str, bool, bytes))
+DATA, INT, FLOAT = 0, 1, 2
+"""What stands in a signature for values that are no tensors; None stands for itself."""
+NUMBERS = {INT: "q", FLOAT: "d"}
+"""How numbers are packed; an int that is too long for that is data."""
+_INTS = range(-1 << 63, 1 << 63)
 _MAX_ITEMS, _MAX_DEPTH = 32, 3
 MAX_SIGNATURE = 4096
 MAX_REMEMBERED = 4096
@@ -59,12 +66,14 @@ class _Known:
     pick: Pick
     reads: list[Any] | None
     """What reads that; None: there are large or complex tensors, or too many."""
+    write: Callable[..., bytes]
+    """What packs the numbers."""
     offsets: list[int]
     bulk_length: int
 
     def mix(self, values: tuple[Any, ...]) -> tuple[list[bytes], list[Piece]]:
-        """What is sent as it is, in order, and the large tensors."""
-        parts, large = [self.prefix], []
+        """The bytes of small tensors, and the large ones."""
+        parts, large = [], []
         for value in values:
             if type(value) is Tensor and value.nbytes > INLINE:
                 large.append(value.detach().view(-1))
@@ -94,10 +103,12 @@ class Encoder:
         """
         key: list[Any] = [subject]
         places: dict[int, int] = {}  # by storage
+        numbers: list[int | float] = []
         data: list[Any] = []
         try:
             for value in values:
-                if type(value) is Tensor:
+                kind = type(value)
+                if kind is Tensor:
                     there = storage = value.data_ptr()
                     if not there or value.storage_offset() or not value.is_contiguous():
                         storage = _storage(value, there)
@@ -105,8 +116,11 @@ class Encoder:
                     key.append(_look_at(value))
                 elif value is None:
                     key.append(None)
-                elif type(value) in _BASIC or _is_small(value, _MAX_DEPTH):
-                    key.append(0)
+                elif kind is float or (kind is int and value in _INTS):
+                    key.append(FLOAT if kind is float else INT)
+                    numbers.append(value)
+                elif kind in _BASIC or _is_small(value, _MAX_DEPTH):
+                    key.append(DATA)
                     data.append(value)
                 else:
                     return None
@@ -115,9 +129,9 @@ class Encoder:
         known = self._known.get(tuple(key)) or self._learn(tuple(key), subject, values)
         if known is None or len(places) < known.count:
             return None  # shared storages stay shared the general way
+        parts = [known.prefix, known.write(*numbers)] if numbers else [known.prefix]
         if known.reads is None:
-            return self._mixed(subject, known, values, data)
-        parts = [known.prefix]
+            return self._mixed(subject, known, values, parts, data)
         if places:
             for read, there in zip(known.reads, places.values(), strict=True):
                 parts.append(read(there).raw)
@@ -126,13 +140,18 @@ class Encoder:
         return Parcel(subject[0], self._encoding, b"".join(parts)), known.pick
 
     def _mixed(
-        self, subject: Subject, known: _Known, values: tuple[Any, ...], data: list[Any]
+        self,
+        subject: Subject,
+        known: _Known,
+        values: tuple[Any, ...],
+        parts: list[bytes],
+        data: list[Any],
     ) -> tuple[Parcel, Pick] | None:
         """As `encode`, where not all is small and simple."""
         if any(type(value) is Tensor and _is_conjugate(value) for value in values):
             return None
-        parts, large = known.mix(values)
-        parcel = self._checked(subject, parts, data, large, known.bulk_length)
+        raws, large = known.mix(values)
+        parcel = self._checked(subject, parts + raws, data, large, known.bulk_length)
         return parcel, known.pick
 
     def _checked(
@@ -152,7 +171,7 @@ class Encoder:
     def _learn(
         self, key: tuple[Any, ...], subject: Subject, values: tuple[Any, ...]
     ) -> _Known | None:
-        known = _describe(subject, values, self._limits)
+        known = _describe(subject, values, key[1:], self._limits)
         if known is not None:
             if len(self._known) > MAX_REMEMBERED:
                 self._known.clear()
@@ -205,16 +224,16 @@ def _is_small(value: Any, depth: int) -> bool:
 
 
 def _describe(
-    subject: Subject, values: tuple[Any, ...], limits: Limits
+    subject: Subject, values: tuple[Any, ...], looks: tuple[Any, ...], limits: Limits
 ) -> _Known | None:
     specs: list[Any] = []
     reads: list[Any] = []
     offsets: list[int] = []
     bulk = length = 0  # of large tensors, and of what is sent as it is
     is_real = True
-    for value in values:
+    for value, look in zip(values, looks, strict=True):
         if type(value) is not Tensor:
-            specs.append(None if value is None else 0)
+            specs.append(look)
         elif not is_plain(value):
             return None
         else:
@@ -232,10 +251,13 @@ def _describe(
     if len(signature) > MAX_SIGNATURE:
         return None
     prefix = LENGTH.pack(len(signature)) + signature
-    is_simple = is_real and not offsets and len(prefix) + length <= limits.body
+    numbers = struct.Struct("<" + "".join([NUMBERS.get(s, "") for s in specs]))
+    length += len(prefix) + numbers.size
+    is_simple = is_real and not offsets and length <= limits.body
     traced = [n for n, spec in enumerate(specs) if type(spec) is tuple and spec[2]]
     count, pick = len(reads) + len(offsets), picker(traced, len(specs))
-    return _Known(prefix, count, pick, reads if is_simple else None, offsets, bulk)
+    simple = reads if is_simple else None
+    return _Known(prefix, count, pick, simple, numbers.pack, offsets, bulk)
 
 
 def picker(places: list[int], count: int) -> Pick:

@@ -23,20 +23,20 @@ from .frames import Frame
 
 _FEW, _FEW_BYTES = 8, 4096  # tensors of a message that are made ahead
 _MOST = 64  # messages
-_Maker = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any], int]
-"""A function, its arguments, what gives the memory at an address, and how much that is."""
+_Maker = tuple[Callable[..., Tensor], tuple[Any, ...], Callable[[int], Any]]
+"""A function, its arguments, and what gives the memory at an address."""
 
 
 class Blanks:
-    """The small tensors of one message, still to be filled."""
+    """The small tensors of a message to come, still to be filled."""
 
     __slots__ = ("_places", "history", "tensors")
 
-    def __init__(self, tensors: list[Tensor], places: list[Any]) -> None:
+    def __init__(self, tensors: list[Tensor], places: list[Any], history: Any) -> None:
         self.tensors = tensors
         self._places = places  # their memory, as arrays
-        self.history: Any = None
-        """What the recorder knows of them, if they were made ahead."""
+        self.history = history
+        """What the recorder knows of them."""
 
     def fill(self, raws: Sequence[bytes]) -> list[Tensor]:
         """The tensors, with these bytes."""
@@ -72,7 +72,7 @@ class Small:
         memory.write(like, bytes(dtype.itemsize))
         # `new_empty` takes half the time of `torch.empty` with its options.
         array = memory.arrays[length].from_address
-        self._makers.append((like.new_empty, shape or ((),), array, length))
+        self._makers.append((like.new_empty, shape or ((),), array))
         self.lengths.append(length)
         self._bytes += length
         if len(self.lengths) > _FEW or self._bytes > _FEW_BYTES:
@@ -87,32 +87,34 @@ class Small:
         """Make none ahead: it would take too much, or a history is that of others, too."""
         self._can_be_ahead = False
 
-    def blanks(self) -> Blanks:
-        """The tensors of one message.
+    def make(self, raws: Sequence[bytes]) -> list[Tensor]:
+        """The tensors of one message, with these bytes.
 
         Raises:
             TypeError, RuntimeError: they cannot be made.
         """
         self.is_usual = self._can_be_ahead
-        tensors, places = [], []
-        for make, sizes, array, length in self._makers:
+        tensors = []
+        for (make, sizes, array), raw in zip(self._makers, raws, strict=True):
             tensor = make(*sizes)
-            places.append(array(tensor.data_ptr() or memory.no_memory(length)))
+            array(tensor.data_ptr() or memory.no_memory(raw)).raw = raw
             tensors.append(tensor)
-        return Blanks(tensors, places)
+        return tensors
 
-    def prepared(self, recorder: Recorder) -> Blanks | None:
-        """The same, made ahead; None: these would be others than those made on arrival."""
+    def blanks(self, recorder: Recorder) -> Blanks | None:
+        """The tensors of a message to come; None: they would be others than on arrival."""
         try:
-            blanks = self.blanks()
+            tensors = self.make([bytes(length) for length in self.lengths])
         except (TypeError, RuntimeError):
             return None  # which says on arrival why
-        tensors = blanks.tensors
         if not all(type(tensor) is Tensor for tensor in tensors):
             return None
+        makers = zip(self._makers, tensors, strict=True)
+        places = [array(tensor.data_ptr()) for (_, _, array), tensor in makers]
+        history = None
         if self.has_history:
-            blanks.history = recorder.prepare([tensors[i] for i in self._traced])
-        return blanks
+            history = recorder.prepare([tensors[i] for i in self._traced])
+        return Blanks(tensors, places, history)
 
 
 class Stock:
@@ -124,19 +126,19 @@ class Stock:
         """Of what some were used, or could have been."""
         self._ready: dict[Small, Blanks] = {}
 
-    def take(self, small: Small, frame: Frame) -> Blanks:
-        """The tensors for a message.
+    def make(self, small: Small, raws: Sequence[bytes], frame: Frame) -> list[Tensor]:
+        """The tensors of a message, with these bytes.
 
         Raises:
-            TypeError, RuntimeError: as `Small.blanks`.
+            TypeError, RuntimeError: as `Small.make`.
         """
         if small.is_usual and (not small.has_history or (frame.mark and frame.scope)):
             self.wanted[small] = None
             blanks = self._ready.pop(small, None)
             if blanks is not None and not _would_show():
                 frame.history = blanks.history
-                return blanks
-        return small.blanks()
+                return blanks.fill(raws)
+        return small.make(raws)
 
     def refill(self) -> None:
         """Make what is wanted."""
@@ -145,7 +147,7 @@ class Stock:
                 small, _ = self.wanted.popitem()
             except KeyError:
                 return  # another thread did
-            blanks = small.prepared(self.recorder)
+            blanks = small.blanks(self.recorder)
             if blanks is not None:
                 if len(self._ready) >= _MOST:
                     self._ready.clear()
