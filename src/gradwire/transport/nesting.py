@@ -39,6 +39,7 @@ from .questions import ANSWERS, MOMENT, Limit, Question, here
 from .spin import Spin
 from .station import BROKEN, Station
 from .streams import Stream
+from .turns import Turns
 
 log = logging.getLogger("gradwire")
 
@@ -46,36 +47,17 @@ ALONE = 3
 """Times as long a look for one that waits for a frame and nothing else."""
 
 _PATIENCE = 0.005  # seconds after which a nested request counts as a long one
-_ROLE = "reader"
 
 
-class LaneEnd:
+class LaneEnd(Turns):
     """What both ends of a lane do: ask, answer, and read for all who wait here."""
 
     def __init__(self, station: Station, stream: Stream, peer: int) -> None:
-        self.peer = peer
-        self._station = station
-        self._stream = stream
+        super().__init__(station, stream, peer)
         self._answer = station.receiver.answer
-        self._frames = stream.reader.frames
         self._write = stream.writer.write
         self._writing = threading.Lock()
-        self._lock = threading.Lock()
-        # Who reads. To take the role and to know who has it is one step: a Ctrl-C loses nothing.
-        self._reader: dict[str, object] = {}
-        self._questions: dict[int, Question] = {}
         self._asked = 0  # the last question's number
-        self._owed: set[int] = set()  # questions given up, not yet answered
-        self._jobs = 0
-        self._resting = 0  # threads that wait without reading, for long
-        self._tangled = False
-        self._watched = False  # by the poller
-        self._unattended = False  # no thread is here for longer: the poller reads
-        self._error: BaseException | None = None
-        self._over = False
-
-    def fileno(self) -> int:
-        return self._stream.sock.fileno()
 
     @property
     def is_settled(self) -> bool:
@@ -132,7 +114,7 @@ class LaneEnd:
             EOFError, OSError, ProtocolError: the lane is of no more use.
         """
         with self._station.executor.waiting():
-            if spin is not None and self._reader.get(_ROLE) is question:
+            if spin is not None and self._has_role(question):
                 self._catch(question, spin)
             while question.answer is None:
                 if question.jobs:
@@ -153,7 +135,7 @@ class LaneEnd:
                 self._owed.add(number)
             if self._questions.pop(number, None) is None:
                 self._owed.discard(number)  # it is answered, or just being
-        if self._reader.get(_ROLE) is question:
+        if self._has_role(question):
             self._stream.cease()
             self._let_go()
         if gives_up:
@@ -220,92 +202,6 @@ class LaneEnd:
             with self._lock:
                 self._resting -= 1
 
-    # Reading
-
-    def ready(self) -> None:
-        """The poller has something."""
-        self._look()
-
-    def _look(self) -> None:
-        """Take in what is there, if no thread reads, and have the lane watched for more."""
-        if not self._take_role(object()):
-            return  # who reads has it watched again
-        requests: list[Frame] = []
-        try:
-            try:
-                if (
-                    not self._stream.cease()
-                ):  # who was interrupted may still expect some
-                    self._stream.reader.pull()
-            except BlockingIOError:
-                pass
-            requests = self._take_in(None)
-        except BROKEN as error:
-            self.fail(error)
-        finally:
-            self._let_go()
-        self._start(requests, None)
-
-    def _take_in(self, reader: Question | None) -> list[Frame]:
-        """With the role: hand out the answers that were read; the requests.
-
-        Those are started without it: who runs one may ask back, and then has to have it.
-        """
-        requests = []
-        frames = self._frames
-        while frames:
-            frame = frames.popleft()
-            if frame.kind in ANSWERS:
-                self._hand_out(frame, reader)
-                continue
-            requests.append(frame)
-            with self._lock:
-                self._jobs += 1
-                if reader is not None:
-                    reader.jobs += 1
-        return requests
-
-    def _hand_out(self, answer: Frame, reader: Question | None) -> None:
-        asked = self._questions.pop(answer.call, None)
-        if asked is None:
-            self._owed.discard(answer.call)  # who asked has given up
-            return
-        asked.answer = answer
-        if asked is not reader:
-            asked.bell.ring()
-
-    def _take_role(self, who: object) -> bool:
-        """Become the one who reads, if there is none."""
-        if self._reader.setdefault(_ROLE, who) is not who:
-            return False
-        if self._watched:
-            self._unwatch()
-        return True
-
-    def _let_go(self) -> None:
-        """Give up the role."""
-        del self._reader[_ROLE]
-        if self._resting or self._tangled or self._unattended:
-            self._watch()
-            self.settle()
-
-    def _watch(self) -> None:
-        with self._lock:  # its descriptor is not closed meanwhile
-            if self._error is None and not self._over:
-                self._watched = True
-                self._station.poller.watch(self)
-
-    def _unwatch(self) -> None:
-        """A thread reads, or will at once: waking the poller, too, would only disturb."""
-        with self._lock:
-            self._pause()
-
-    def _pause(self) -> None:
-        if self._watched:
-            self._watched = False
-            if not self._over:
-                self._station.poller.pause(self)
-
     # Answering
 
     def run(self, frame: Frame) -> Parcel:
@@ -339,7 +235,7 @@ class LaneEnd:
             number, parcel = frame.call, self.run(frame)
             del frame  # its memory goes back before the caller goes on
             if asker is not None and not parcel.bulk_length:
-                self._hand_back(asker)
+                self._give_role(asker)
             self.reply(number, parcel)
         except BaseException as error:
             self.fail(error)
@@ -348,18 +244,6 @@ class LaneEnd:
         finally:
             here.asker = None
             self._job_ended(asker)
-
-    def _hand_back(self, asker: Question) -> None:
-        """Give the role to who handed a request over and sleeps: what comes next may be for it.
-
-        It takes over when it is rung, and meanwhile there can be a letter.
-        """
-        with self._lock:
-            if self._tangled or asker.jobs > 1 or asker.number not in self._questions:
-                return
-            if self._reader.setdefault(_ROLE, asker) is asker:
-                self._pause()
-                self._stream.expect()
 
     def _job_ended(self, asker: Question | None) -> None:
         with self._lock:
@@ -375,9 +259,6 @@ class LaneEnd:
             self.settle()
 
     # The end
-
-    def settle(self) -> None:
-        """Something came to its end: perhaps it was the last."""
 
     def untangle(self) -> bool:
         """Whether the lane is as it was in the beginning."""
