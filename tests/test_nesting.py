@@ -19,6 +19,7 @@ import torch
 import gradwire as gw
 from gradwire.transport import hosts
 from gradwire.transport.hosts import Hosts
+from gradwire.transport.nesting import LaneEnd
 from gradwire.transport.questions import Question
 from gradwire.transport.streams import Stream
 from gradwire.worker import Worker
@@ -336,6 +337,36 @@ def test_a_caller_that_gives_up_does_not_stop_what_it_began(
     gate.opened.set()
     wait_until(lambda: SEEN.get("second") == 3, limit=SOON)
     assert SEEN["first"] == "first"
+    wait_until(lambda: not parting(workers[0]))
+    assert workers[0].rpc_sync("worker1", descend, (6,)) == 6
+
+
+def call_back_thrice() -> None:
+    for name in ("first", "second", "third"):
+        SEEN[name] = back(echo, name)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_who_gives_up_as_the_reading_is_given_back_does_not_keep_it(
+    workers: list[Worker], when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, given, gave_up = LaneEnd._give_role, [], threading.Event()
+
+    def give_role(lane: LaneEnd, asker: Question) -> None:
+        is_first = lane._station is workers[0]._transport._station and not given
+        if is_first and when == "before":
+            assert gave_up.wait(LIMIT)
+        real(lane, asker)
+        if is_first:
+            given.append(lane._has_role(asker))
+            assert gave_up.wait(LIMIT)
+
+    monkeypatch.setattr(LaneEnd, "_give_role", give_role)
+    with pytest.raises(gw.CallTimeout):
+        workers[0].rpc_sync("worker1", call_back_thrice, timeout=0.2)
+    gave_up.set()
+    wait_until(lambda: "third" in SEEN, limit=SOON)
+    assert given == [when == "after"]
     wait_until(lambda: not parting(workers[0]))
     assert workers[0].rpc_sync("worker1", descend, (6,)) == 6
 

@@ -19,7 +19,8 @@ number, requests are run in threads of their own. These hold, so that everything
 * Answers are handed out by the reader as such: who takes over from it has missed nothing.
 * Who waits without reading (its request is run by B, or another one reads) is rung when that ends.
   If it is not within moments, the poller is asked to look, too.
-* Letters are expected by the one who reads, and not any more when it sleeps or lets go of that.
+* Letters are expected by the one who reads, and not any more when it sleeps or lets go of that; or
+  by B, for A, before B answers: it gives A the role of reading, and then rings it.
 * A thread leaves its question before it answers its own request. So when the connector's end has
   its answer, all that the acceptor's end asked before has arrived and is counted (`_jobs`), and
   nothing is asked afterwards. A lane with anything left to come is not used again.
