@@ -52,6 +52,7 @@ PRIVATE_TORCH: dict[str, str] = {
     "gradwire.compat.rpc.scripts": "which functions are operators, under which names",
     "gradwire.compat.rpc.starting": "what init_rpc does in a world without a size",
     "gradwire.wire.recipes": "quantized tensors from their stored integers",
+    "gradwire.wire.watched": "is there a mode, a transform or a tracer",
 }
 
 SOURCE = Path(__file__).parents[1] / "src" / ROOT

@@ -371,6 +371,34 @@ def test_who_gives_up_as_the_reading_is_given_back_does_not_keep_it(
     assert workers[0].rpc_sync("worker1", descend, (6,)) == 6
 
 
+LONG = 8 << 20
+"""Bytes: more than a socket takes while nobody reads."""
+
+
+def answer_at_length(name: str) -> bytes:
+    pass_gate(name)
+    return bytes(LONG)
+
+
+def answer_at_length_too() -> bytes:
+    """Gives up a call back, and answers at the same time as that one is answered."""
+    with pytest.raises(gw.CallTimeout):
+        back(answer_at_length, "inner", timeout=0.1)
+    GATES["inner"].opened.set()
+    return bytes(LONG)
+
+
+def test_two_long_answers_at_the_same_time_do_not_wait_for_each_other(
+    workers: list[Worker],
+) -> None:
+    for _ in range(3):
+        GATES.clear()
+        start = time.monotonic()
+        answer = workers[0].rpc_sync("worker1", answer_at_length_too, timeout=LIMIT)
+        assert len(answer) == LONG
+        assert time.monotonic() - start < SOON
+
+
 def test_all_give_up_from_the_inside_out(workers: list[Worker]) -> None:
     nest = (back, back, back, pass_gate, "deep")
     with pytest.raises(gw.CallTimeout):

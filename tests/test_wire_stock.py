@@ -1,11 +1,13 @@
 """Small tensors of messages are made ahead, and are what they would be if made on arrival."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from carrying import LIMITS, PICKLE
 from gradwire.errors import ProtocolError
@@ -175,29 +177,66 @@ class Twist(torch.overrides.TorchFunctionMode):
         return made
 
 
-def test_tensors_that_a_mode_makes_are_not_kept(codec: Codec) -> None:
-    for _ in range(2):
-        opened(codec, A)
-    with Twist():
-        send_something(codec)
-    assert not codec._stock._ready
-    assert type(opened(codec, A)[0]) is Tensor
+class Refuse(TorchDispatchMode):
+    def __torch_dispatch__(self, *call: Any) -> None:
+        raise AssertionError("no tensors here")
 
 
-def test_what_cannot_be_made_ahead_is_no_error(
-    codec: Codec, monkeypatch: pytest.MonkeyPatch
+def traced(function: Any) -> None:
+    torch.jit.trace(lambda x: (function(), x)[1], (A,), check_trace=False)
+
+
+def in_mode(mode: Any) -> Callable[[Any], None]:
+    def run(function: Any) -> None:
+        with mode():
+            function()
+
+    return run
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        in_mode(Refuse),
+        in_mode(FakeTensorMode),
+        in_mode(Twist),
+        lambda function: torch.vmap(lambda x: (function(), x)[1])(A),
+        traced,
+    ],
+    ids=["dispatch", "fake", "function", "vmap", "trace"],
+)
+def test_who_sends_something_where_tensors_are_watched_is_not_disturbed(
+    codec: Codec, recorder: Histories, run: Any
 ) -> None:
     for _ in range(2):
-        opened(codec, A)
+        opened(codec, G, mark=1)
+    run(lambda: send_something(codec))
+    assert not codec._stock._ready
+    assert not recorder.prepared
+    assert type(opened(codec, G, mark=1)[0]) is Tensor
+    send_something(codec)
+    assert len(recorder.prepared) == 1
 
-    def refuse(self: Any, raws: Any) -> None:
-        raise RuntimeError("a mode")
 
-    monkeypatch.setattr("gradwire.wire.stock.Small.make", refuse)
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+def test_what_cannot_be_made_ahead_is_no_error(
+    codec: Codec, recorder: Histories, error: type, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(tensors: Any) -> None:
+        raise error("no history here")
+
+    for _ in range(2):
+        opened(codec, G, mark=1)
+    monkeypatch.setattr(recorder, "prepare", refuse)
     send_something(codec)
     assert not codec._stock._ready
-    with pytest.raises(ProtocolError, match="a mode"):
-        opened(codec, A)
+
+
+def test_what_is_wanted_is_bounded_where_nothing_is_made(codec: Codec) -> None:
+    with torch.inference_mode():
+        for length in range(200):
+            made_ahead(codec, torch.ones(length))
+    assert len(codec._stock.wanted) <= 64
 
 
 def test_gradients_in_packets_have_no_history(codec: Codec) -> None:

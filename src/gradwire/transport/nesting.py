@@ -118,7 +118,7 @@ class LaneEnd(Turns):
             if spin is not None and self._has_role(question):
                 self._catch(question, spin)
             while question.answer is None:
-                if question.jobs:
+                if question.jobs and not self._has_role(question):
                     self._rest(question, limit, _PATIENCE)
                 elif self._take_role(question):
                     self._read_for(question, limit, spin)
@@ -187,8 +187,8 @@ class LaneEnd(Turns):
     def _rest(self, question: Question, limit: Limit, patience: float) -> None:
         """Sleep until rung: another thread reads, or runs what came."""
         question.at_rest.ring()
-        if question.bell.wait(patience):
-            return
+        if question.bell.wait(patience) or self._has_role(question):
+            return  # perhaps it was given the role, and who did has other things to do
         with self._lock:
             self._resting += 1
         try:
@@ -213,8 +213,12 @@ class LaneEnd(Turns):
         finally:
             here.lane = None
 
-    def reply(self, number: int, parcel: Parcel) -> None:
+    def reply(self, number: int, parcel: Parcel, asker: Question | None = None) -> None:
+        """Answer a request; `asker` handed it over, and may have to read what follows."""
         with self._writing:
+            # Nobody reads while a small one is written. A large one may have to wait for that.
+            if asker is not None and parcel.is_small:
+                self._give_role(asker)
             self._write(number, parcel)
         parcel.was_sent()
 
@@ -235,9 +239,7 @@ class LaneEnd(Turns):
             frame = only.pop()
             number, parcel = frame.call, self.run(frame)
             del frame  # its memory goes back before the caller goes on
-            if asker is not None and not parcel.bulk_length:
-                self._give_role(asker)
-            self.reply(number, parcel)
+            self.reply(number, parcel, asker)
         except BaseException as error:
             self.fail(error)
             if not isinstance(error, BROKEN):

@@ -106,14 +106,16 @@ class Turns:
     def _give_role(self, asker: Question) -> None:
         """Give the role to who handed a request over and sleeps: what comes next may be for it.
 
-        It takes over when it is rung, and meanwhile there can be a letter.
+        It takes over when it wakes, and meanwhile there can be a letter.
         """
+        giver = object()
         with self._lock:
             if self._tangled or asker.jobs > 1 or asker.number not in self._questions:
                 return
-            if self._reader.setdefault(_ROLE, asker) is asker:
+            if self._reader.setdefault(_ROLE, giver) is giver:
                 self._pause()
                 self._stream.expect()
+                self._reader[_ROLE] = asker  # which may wake up at once
 
     def _let_go(self) -> None:
         """Give up the role."""

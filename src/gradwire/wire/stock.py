@@ -5,8 +5,8 @@ it, and programs say the same again and again. So whenever something was sent, a
 has to work first, tensors are made for the next message that looks like the last one.
 
 What is made ahead is what would be made on arrival: plain tensors, with the history that the
-recorder gives them, which learns later where they belong. In modes in which that would show
-(anomaly, inference) none are made ahead and none are used.
+recorder gives them, which learns later where they belong. Where someone watches what torch does
+(`watched.py`), or tensors are others, none are made ahead and none are used.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, is_anomaly_enabled, is_inference_mode_enabled
+from torch import Tensor
 
 from . import memory
 from .cargo import NoRecorder, Recorder
 from .frames import Frame
+from .watched import is_in_mode, is_watched
 
 _FEW, _FEW_BYTES = 8, 4096  # tensors of a message that are made ahead
 _MOST = 64  # messages
@@ -102,11 +103,12 @@ class Small:
         return tensors
 
     def blanks(self, recorder: Recorder) -> Blanks | None:
-        """The tensors of a message to come; None: they would be others than on arrival."""
-        try:
-            tensors = self.make([bytes(length) for length in self.lengths])
-        except (TypeError, RuntimeError):
-            return None  # which says on arrival why
+        """The tensors of a message to come; None: they would be others than on arrival.
+
+        Raises:
+            Exception: whatever a mode raises.
+        """
+        tensors = self.make([bytes(length) for length in self.lengths])
         if not all(type(tensor) is Tensor for tensor in tensors):
             return None
         makers = zip(self._makers, tensors, strict=True)
@@ -133,27 +135,25 @@ class Stock:
             TypeError, RuntimeError: as `Small.make`.
         """
         if small.is_usual and (not small.has_history or (frame.mark and frame.scope)):
-            self.wanted[small] = None
+            if len(self.wanted) < _MOST:
+                self.wanted[small] = None
             blanks = self._ready.pop(small, None)
-            if blanks is not None and not _would_show():
+            if blanks is not None and not is_in_mode():
                 frame.history = blanks.history
                 return blanks.fill(raws)
         return small.make(raws)
 
     def refill(self) -> None:
-        """Make what is wanted."""
-        while self.wanted and not _would_show():
+        """Make what is wanted. Never raises: it is done beside something else."""
+        if is_watched():
+            return
+        while self.wanted:
             try:
                 small, _ = self.wanted.popitem()
-            except KeyError:
-                return  # another thread did
-            blanks = small.blanks(self.recorder)
+                blanks = small.blanks(self.recorder)
+            except Exception:  # noqa: BLE001 a mode; or another thread took the last
+                continue
             if blanks is not None:
                 if len(self._ready) >= _MOST:
                     self._ready.clear()
                 self._ready[small] = blanks
-
-
-def _would_show() -> bool:
-    """Whether tensors made at another time would differ."""
-    return is_anomaly_enabled() or is_inference_mode_enabled()
