@@ -11,7 +11,7 @@ the system at either end, and these are most of what a small frame costs. Each d
     72            the letter: a whole frame
 
 So who looks need not ask the system whether there is something in the socket, which takes longer
-than a look, and then slows down all that follows: the processor has forgotten it.
+than a look, and slows down what is done next (a small pass by 7 %).
 
 Frames stay in order, and none is left lying:
 
