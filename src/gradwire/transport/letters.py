@@ -40,7 +40,7 @@ _LOOKING, _LENGTH, _SENT = 0, 16, 17  # words
 _LETTER = 72
 _MOST = _BOX - _LETTER
 _ROUND = 1 << 31  # bytes are counted to here, and then again from 0
-_GLANCES = range(96)
+_GLANCES = range(96)  # at the letter, for one at the socket: most frames are letters
 _LOOKS = range(25)  # about 60 microseconds
 
 

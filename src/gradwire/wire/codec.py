@@ -201,8 +201,7 @@ class Codec:
             return self._general(kind, (fields,) if kind == RESULT else fields, manner)
         if len(parcel.body) > self._limits.body or parcel.bulk_length:
             parcel.check(self._limits)
-        if self._stock.wanted:
-            parcel.afterwards += (self._stock.refill,)
+        self._stock.refill_after(parcel)
         return parcel
 
     def open(self, frame: Frame, sender: int = -1) -> Any:
@@ -309,8 +308,7 @@ class Codec:
         parcel, pick = encoded
         if context:
             self._recorder.leaving(context, manner.to, parcel, pick(values))
-        if self._stock.wanted:
-            parcel.afterwards += (self._stock.refill,)
+        self._stock.refill_after(parcel)
         return parcel
 
     def _general(

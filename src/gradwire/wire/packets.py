@@ -23,7 +23,7 @@ from torch import Tensor
 
 from . import memory, plain
 from .frames import Frame, Parcel, Piece, aligned
-from .plans import Learner, Plan, too_odd
+from .plans import Learner, Plan
 from .signatures import LENGTH, MAX_REMEMBERED, MAX_SIGNATURE, Subject
 from .stock import Stock
 from .tensors import DTYPE_CODES, INLINE, is_plain
@@ -167,7 +167,7 @@ class PacketDecoder(Learner["_PacketPlan"]):
 
     def __init__(self, stock: Stock) -> None:
         super().__init__(_parse)
-        self._make = stock.make
+        self._stock = stock
 
     def decode(self, frame: Frame) -> tuple[Any, Any]:
         """The numbers and tensors of a packet.
@@ -176,16 +176,8 @@ class PacketDecoder(Learner["_PacketPlan"]):
             ProtocolError: the bytes make no sense.
         """
         plan, at = self._find(frame.body)
-        area, count = frame.area, plan.count
-        found = plan.cut(frame.body, at, area)
-        try:
-            raws = found[count:]
-            small = self._make(plan.small, raws, frame) if raws else []
-            if plan.is_small:
-                return found[:count], small
-            return found[:count], [step((), small, area, ()) for step in plan.steps]
-        except (TypeError, RuntimeError) as error:
-            raise too_odd(error) from error
+        found = plan.cut(frame.body, at, frame.area)
+        return found[: plan.count], plan.fetch(found, (), frame, self._stock)
 
 
 class _PacketPlan(Plan):
@@ -195,7 +187,7 @@ class _PacketPlan(Plan):
 
     def __init__(self, count: int, specs: tuple[Any, ...]) -> None:
         super().__init__(_SUBJECT, specs, count)
-        if self.small.has_history:
+        if self.small.traced:
             raise TypeError("a tensor that requires grad")
 
 

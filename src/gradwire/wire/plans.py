@@ -75,7 +75,7 @@ class Decoder(Learner["Plan"]):
     def __init__(self, load: Load, stock: Stock) -> None:
         super().__init__(_parse)
         self._load = load
-        self._make = stock.make
+        self._stock = stock
 
     def decode(self, frame: Frame) -> tuple[Plan, tuple[Any, ...]]:
         """What is known of such messages, and the values of this one.
@@ -87,16 +87,9 @@ class Decoder(Learner["Plan"]):
         plan, at = self._find(body)
         if plan.fixed is not None and at <= len(body):
             return plan, plan.fixed
-        found, area = plan.cut(body, at, frame.area), frame.area
+        found = plan.cut(body, at, frame.area)
         data = self._load_data(plan, body[at + plan.inline :]) if plan.data else ()
-        try:
-            raws = found[plan.count :]
-            small = self._make(plan.small, raws, frame) if raws else ()
-            if plan.is_small:
-                return plan, tuple(small)
-            return plan, tuple([step(found, small, area, data) for step in plan.steps])
-        except (TypeError, RuntimeError) as error:
-            raise too_odd(error) from error
+        return plan, tuple(plan.fetch(found, data, frame, self._stock))
 
     def _load_data(self, plan: Plan, rest: bytes | memoryview) -> list[Any]:
         data = self._load(rest)
@@ -197,6 +190,23 @@ class Plan:
         except struct.error:
             raise too_short() from None
 
+    def fetch(
+        self, found: Sequence[Any], data: Sequence[Any], frame: Frame, stock: Stock
+    ) -> list[Any]:
+        """The values, of what was cut and of other data.
+
+        Raises:
+            ProtocolError: a tensor cannot be made.
+        """
+        raws = found[self.count :]
+        try:
+            small = stock.make(self.small, raws, frame) if raws else []
+            if self.is_small:
+                return small
+            return [step(found, small, frame.area, data) for step in self.steps]
+        except (TypeError, RuntimeError) as error:
+            raise ProtocolError(f"tensor cannot be made here: {error}") from error
+
     def _tensor(self, code: int, shape: Any, grad: bool, offset: int) -> Step:
         dtype = DTYPES[code]
         if type(shape) is not tuple or not all(map(_is_size, shape)):
@@ -239,10 +249,6 @@ def _maker(subject: Subject, count: int) -> Callable[[tuple[Any, ...]], Any] | N
 
 def too_short() -> ProtocolError:
     return ProtocolError("message is shorter than its signature says")
-
-
-def too_odd(error: Exception) -> ProtocolError:
-    return ProtocolError(f"tensor cannot be made here: {error}")
 
 
 def room(area: Any) -> int:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import memory
 from .cargo import NoRecorder, Recorder
-from .frames import Frame
+from .frames import Frame, Parcel
 from .watched import is_in_mode, is_watched
 
 _FEW, _FEW_BYTES = 8, 4096  # tensors of a message that are made ahead
@@ -52,12 +52,11 @@ class Small:
     def __init__(self) -> None:
         self.is_usual = False
         """Such a message came before, and its tensors may be made ahead."""
-        self.has_history = False
-        """Some require grad."""
+        self.traced: list[int] = []
+        """Which of them require grad."""
         self.lengths: list[int] = []
         self._bytes = 0
         self._makers: list[_Maker] = []
-        self._traced: list[int] = []  # those that require grad
         self._can_be_ahead = True
 
     def __len__(self) -> int:
@@ -80,8 +79,7 @@ class Small:
             self.not_ahead()
         place = len(self.lengths) - 1
         if grad:
-            self._traced.append(place)
-            self.has_history = True
+            self.traced.append(place)
         return place
 
     def not_ahead(self) -> None:
@@ -114,8 +112,8 @@ class Small:
         makers = zip(self._makers, tensors, strict=True)
         places = [array(tensor.data_ptr()) for (_, _, array), tensor in makers]
         history = None
-        if self.has_history:
-            history = recorder.prepare([tensors[i] for i in self._traced])
+        if self.traced:
+            history = recorder.prepare([tensors[i] for i in self.traced])
         return Blanks(tensors, places, history)
 
 
@@ -124,8 +122,9 @@ class Stock:
 
     def __init__(self) -> None:
         self.recorder: Recorder = NoRecorder()
-        self.wanted: dict[Small, None] = {}
-        """Of what some were used, or could have been."""
+        self._wanted: dict[
+            Small, None
+        ] = {}  # of what some were used, or could have been
         self._ready: dict[Small, Blanks] = {}
 
     def make(self, small: Small, raws: Sequence[bytes], frame: Frame) -> list[Tensor]:
@@ -134,22 +133,27 @@ class Stock:
         Raises:
             TypeError, RuntimeError: as `Small.make`.
         """
-        if small.is_usual and (not small.has_history or (frame.mark and frame.scope)):
-            if len(self.wanted) < _MOST:
-                self.wanted[small] = None
+        if small.is_usual and (not small.traced or (frame.mark and frame.scope)):
+            if len(self._wanted) < _MOST:
+                self._wanted[small] = None
             blanks = self._ready.pop(small, None)
             if blanks is not None and not is_in_mode():
                 frame.history = blanks.history
                 return blanks.fill(raws)
         return small.make(raws)
 
+    def refill_after(self, parcel: Parcel) -> None:
+        """Make what is wanted when this has been sent."""
+        if self._wanted:
+            parcel.afterwards += (self.refill,)
+
     def refill(self) -> None:
         """Make what is wanted. Never raises: it is done beside something else."""
         if is_watched():
             return
-        while self.wanted:
+        while self._wanted:
             try:
-                small, _ = self.wanted.popitem()
+                small, _ = self._wanted.popitem()
                 blanks = small.blanks(self.recorder)
             except Exception:  # noqa: BLE001 a mode; or another thread took the last
                 continue
