@@ -22,6 +22,7 @@ from gradwire.transport.hosts import Hosts
 from gradwire.transport.nesting import LaneEnd
 from gradwire.transport.questions import Question
 from gradwire.transport.streams import Stream
+from gradwire.wire.frames import Frame, Parcel
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
@@ -40,6 +41,8 @@ MANNERS: dict[str, dict[str, Any]] = {
 }
 SOON = 2.0
 """Seconds: far more than it takes, far less than what else would end the wait."""
+MOMENT = 0.05
+"""Seconds: longer than it takes, mostly."""
 
 
 class Gate:
@@ -68,14 +71,61 @@ def fresh() -> Iterator[None]:
         gate.opened.set()
 
 
-@pytest.fixture(params=MANNERS)
-def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    with socket_world(2, **MANNERS[request.param]) as world:
+class Always(set[int]):
+    """The habit of requests that are called back, at whatever depth."""
+
+    def __contains__(self, depth: object) -> bool:
+        return True
+
+    def __len__(self) -> int:
+        return 1
+
+
+def look_for_long(patch: pytest.MonkeyPatch, limit: float) -> None:
+    """Have all looks find something, if it comes in time."""
+
+    def look(stream: Stream, *_: Any) -> bool:
+        try:
+            while not stream.reader.frames:
+                stream.read(time.monotonic() + limit)
+        except TimeoutError:
+            return False
+        return True
+
+    patch.setattr(Stream, "may_look", lambda *_: True)
+    patch.setattr(Stream, "look", look)
+
+
+def have_stand_ins(patch: pytest.MonkeyPatch) -> None:
+    """Have all who ask call a stand-in."""
+    real = LaneEnd.wait_for
+
+    def wait_for(
+        lane: LaneEnd, question: Question, parcel: Parcel, *others: Any
+    ) -> Frame:
+        parcel.habit = Always()
+        return real(lane, question, parcel, *others)
+
+    patch.setattr(LaneEnd, "wait_for", wait_for)
+    look_for_long(patch, MOMENT)
+
+
+@pytest.fixture(params=[*MANNERS, "stand-ins"])
+def workers(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Worker]]:
+    if request.param == "stand-ins":
+        have_stand_ins(monkeypatch)
+    with socket_world(2, **MANNERS.get(request.param, {})) as world:
         yield world
 
 
-@pytest.fixture
-def pair() -> Iterator[list[Worker]]:
+@pytest.fixture(params=["", "stand-ins"])
+def pair(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[list[Worker]]:
+    if request.param:
+        have_stand_ins(monkeypatch)
     with socket_world(2) as world:
         yield world
 
@@ -467,6 +517,162 @@ def test_ctrl_c_before_a_look_leaves_no_letter_lying(
     wait_until(lambda: SEEN.get("later") == 3, limit=SOON)
 
 
+# Stand-ins
+
+
+@pytest.fixture
+def two() -> Iterator[list[Worker]]:
+    with socket_world(2) as world:
+        yield world
+
+
+def called(patch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """How often something of `LaneEnd` is called that has something to do."""
+    real, calls = getattr(LaneEnd, name), []
+
+    def call(lane: LaneEnd, *args: Any) -> Any:
+        if args[0]:
+            calls.append(args)
+        return real(lane, *args)
+
+    patch.setattr(LaneEnd, name, call)
+    return calls
+
+
+def back_perhaps(is_meant: bool) -> str:
+    return back(echo, "back") if is_meant else "not"
+
+
+def test_a_stand_in_runs_what_is_called_back_as_the_last_time(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_for_long(monkeypatch, LIMIT)
+    stand_ins, handed_over = [
+        called(monkeypatch, name) for name in ("_stand_in", "_start")
+    ]
+    found = []
+    for is_meant in (True, True, False, False, True, True):
+        stand_ins.clear()
+        handed_over.clear()
+        said = two[0].rpc_sync("worker1", back_perhaps, (is_meant,))
+        assert said == ("back" if is_meant else "not")
+        found.append((len(stand_ins), len(handed_over)))
+    # The third was expected to call back, and did not.
+    assert found == [(0, 1), (1, 0), (1, 0), (0, 0), (0, 1), (1, 0)]
+
+
+def test_what_is_expected_depends_on_the_depth(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look_for_long(monkeypatch, LIMIT)
+    assert two[0].rpc_sync("worker1", descend, (3,)) == 3
+    stand_ins, handed_over = [
+        called(monkeypatch, name) for name in ("_stand_in", "_start")
+    ]
+    assert two[0].rpc_sync("worker1", descend, (3,)) == 3
+    assert (len(stand_ins), len(handed_over)) == (3, 0)  # the last is not called back
+
+
+def hold_back_stand_ins(
+    patch: pytest.MonkeyPatch, then: Callable[[Callable[[], object]], None]
+) -> None:
+    real = Hosts.run
+
+    def run(threads: Hosts, task: Any) -> None:
+        if task.func.__name__ == "_stand_in":
+            then(task)
+        else:
+            real(threads, task)
+
+    patch.setattr(Hosts, "run", run)
+
+
+@pytest.mark.parametrize("args", [(descend, 5), (echo, 5)])
+def test_a_stand_in_that_is_late_is_not_waited_for(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch, args: Any
+) -> None:
+    have_stand_ins(monkeypatch)
+    held: list[Callable[[], object]] = []
+    hold_back_stand_ins(monkeypatch, held.append)
+    for _ in range(3):
+        assert two[0].rpc_sync("worker1", *[args[0], args[1:]], timeout=LIMIT) == 5
+    assert held
+    for stand_in in held:
+        stand_in()  # finds nothing to do
+    assert two[0].rpc_sync("worker1", descend, (6,)) == 6
+    assert len(two[0]._transport._out[1]._lanes) == 1
+
+
+def test_without_more_threads_there_is_no_stand_in(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(task: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    have_stand_ins(monkeypatch)
+    hold_back_stand_ins(monkeypatch, refuse)
+    assert two[0].rpc_sync("worker1", descend, (6,)) == 6
+
+
+@pytest.mark.parametrize("how", ["timeout", "Ctrl-C"])
+def test_who_leaves_while_its_stand_in_looks_leaves_nothing_behind(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    have_stand_ins(monkeypatch)
+    lanes, gate, real = [], Gate(), LaneEnd._stand_in
+
+    def stand_in(lane: LaneEnd, question: Question, duty: Any) -> None:
+        if not lanes:  # the first has begun, and takes long
+            lanes.append(lane)
+            parcel = duty[0]
+            parcel.afterwards = (gate,)
+        real(lane, question, duty)
+
+    def leave() -> None:
+        assert gate.entered.wait(SOON)
+        if how == "Ctrl-C":
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    monkeypatch.setattr(LaneEnd, "_stand_in", stand_in)
+    left = at_same_time(leave)
+    start = time.monotonic()
+    limit = 0.2 if how == "timeout" else LIMIT
+    with pytest.raises(gw.CallTimeout if how == "timeout" else KeyboardInterrupt):
+        two[0].rpc_sync("worker1", descend, (3,), timeout=limit)
+    assert time.monotonic() - start < SOON
+    left()
+    assert lanes[0].fileno() >= 0  # its stand-in will look
+    gate.opened.set()
+    wait_until(lambda: lanes[0].fileno() < 0, limit=SOON)
+    assert two[0].rpc_sync("worker1", descend, (6,)) == 6
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("how", ["cut", "error"])
+def test_a_stand_in_that_fails_keeps_nobody_waiting(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    def fail() -> None:
+        if how == "error":
+            raise ValueError("something is wrong")
+        failed[0].hang_up()
+
+    have_stand_ins(monkeypatch)
+    real, failed = LaneEnd._stand_in, []
+
+    def stand_in(lane: LaneEnd, question: Question, duty: Any) -> None:
+        if not failed:
+            failed.append(lane)
+            duty[0].afterwards = (fail,)
+        real(lane, question, duty)
+
+    monkeypatch.setattr(LaneEnd, "_stand_in", stand_in)
+    with pytest.raises(gw.WorkerLostError, match="connection closed"):
+        two[0].rpc_sync("worker1", descend, (3,))
+    wait_until(lambda: failed[0].fileno() < 0, limit=SOON)
+    assert two[0].rpc_sync("worker1", descend, (6,)) == 6
+
+
 # What breaks
 
 
@@ -611,7 +817,13 @@ def wander_from_outside(seed: int, depth: int) -> int:
     return int(gw.rpc_sync(to, wander, (seed, depth - 1))) if depth > 0 else seed
 
 
-def test_calls_that_give_up_anywhere_leave_nothing_behind(fuzz_seed: int) -> None:
+@pytest.mark.parametrize("stand_ins", [False, True])
+def test_calls_that_give_up_anywhere_leave_nothing_behind(
+    fuzz_seed: int, stand_ins: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if stand_ins:
+        have_stand_ins(monkeypatch)
+
     def call(worker: Worker, to: str, first: int) -> None:
         for seed in range(first, first + 15):
             assert worker.rpc_sync(to, wander, (seed, 7), timeout=0) == seed

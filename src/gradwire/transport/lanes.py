@@ -14,8 +14,9 @@ from collections.abc import Callable
 from ..errors import WorkerLostError
 from ..wire.frames import Frame, Parcel
 from .base import Card, IsOver
-from .nesting import ALONE, LaneEnd
+from .nesting import LaneEnd
 from .questions import ANSWERS, Limit, Question, here
+from .stand_ins import ALONE
 from .station import BROKEN, Station, describe_end
 from .streams import Stream
 
@@ -47,9 +48,9 @@ class CallerLane(LaneEnd):
         try:
             with self._writing:
                 self.send(question, parcel, deadline)
-            parcel.was_sent()
             permission = self._station.spin if spin else None
-            answer = self.wait_for(question, Limit(deadline, is_over), permission)
+            limit = Limit(deadline, is_over)
+            answer = self.wait_for(question, parcel, limit, permission)
         except BaseException:
             self.leave(question)
             raise
@@ -101,6 +102,7 @@ class ServerLane(LaneEnd):
                 if self._take_role(self):
                     self._stream.expect()  # the next may follow at once
                 self.reply(number, parcel)
+                parcel.was_sent()
                 del parcel
         except TimeoutError:
             self._park()

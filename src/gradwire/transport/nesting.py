@@ -9,6 +9,8 @@ waits: what is run does not see its modes and locks, and its own timeout goes on
     worker0: A asks ·· A hands over → B runs, asks ·· B reads the answer, answers → A reads on ··
     worker1:  T runs, asks ······················ T hands over → T' runs, answers  ·· T answers
 
+Where a call back is expected, B looks in A's stead from the start (`stand_ins.py`).
+
 Each end numbers what it asks, so an answer is told from a request by its kind and finds who asked.
 
 Whoever gives up leaves a lane on which the two ends do not agree any more who waits for whom: it is
@@ -38,19 +40,16 @@ from ..wire.frames import Frame, Parcel
 from .base import IsOver
 from .questions import ANSWERS, MOMENT, Limit, Question, here
 from .spin import Spin
+from .stand_ins import ALONE, StandIns
 from .station import BROKEN, Station
 from .streams import Stream
-from .turns import Turns
 
 log = logging.getLogger("gradwire")
-
-ALONE = 3
-"""Times as long a look for one that waits for a frame and nothing else."""
 
 _PATIENCE = 0.005  # seconds after which a nested request counts as a long one
 
 
-class LaneEnd(Turns):
+class LaneEnd(StandIns):
     """What both ends of a lane do: ask, answer, and read for all who wait here."""
 
     def __init__(self, station: Station, stream: Stream, peer: int) -> None:
@@ -85,10 +84,8 @@ class LaneEnd(Turns):
                 self.send(question, parcel, deadline)
             finally:
                 self._writing.release()
-            parcel.was_sent()
-            here.let_asker_rest()
             limit = Limit(deadline, is_over)
-            return self.wait_for(question, limit, self._station.spin)
+            return self.wait_for(question, parcel, limit, self._station.spin)
         finally:
             self.leave(question)
 
@@ -107,29 +104,39 @@ class LaneEnd(Turns):
             raise
         question.number = number
 
-    def wait_for(self, question: Question, limit: Limit, spin: Spin | None) -> Frame:
-        """The answer.
+    def wait_for(
+        self, question: Question, parcel: Parcel, limit: Limit, spin: Spin | None
+    ) -> Frame:
+        """The answer to a request that has just been sent.
 
         Raises:
             TimeoutError: not in time, or it is over.
             EOFError, OSError, ProtocolError: the lane is of no more use.
         """
+        habit = parcel.habit
+        is_expected = question.depth in habit if habit else False
+        if not (is_expected and self._call_stand_in(question, parcel, spin)):
+            parcel.was_sent()
         with self._station.executor.waiting():
             if spin is not None and self._has_role(question):
                 self._catch(question, spin)
             while question.answer is None:
-                if question.jobs and not self._has_role(question):
+                is_served = question.jobs or question.duty is not None
+                if is_served and not self._has_role(question):
                     self._rest(question, limit, _PATIENCE)
                 elif self._take_role(question):
                     self._read_for(question, limit, spin)
                 else:
                     self._rest(question, limit, 0.0)
+        if question.was_called_back is not is_expected and habit is not None:
+            (habit.discard if is_expected else habit.add)(question.depth)
         return question.answer
 
     def leave(self, question: Question) -> None:
         """The thread that asked goes on, with an answer or without."""
         number = question.number
         gives_up = number and (question.answer is None or question.jobs > 0)
+        self._dismiss_stand_in(question)
         if gives_up:
             with self._lock:  # from now on it is not given the role any more
                 self._tangled = True
@@ -186,8 +193,10 @@ class LaneEnd(Turns):
 
     def _rest(self, question: Question, limit: Limit, patience: float) -> None:
         """Sleep until rung: another thread reads, or runs what came."""
-        question.at_rest.ring()
-        if question.bell.wait(patience) or self._has_role(question):
+        if question.bell.wait(patience):
+            return
+        self._dismiss_stand_in(question)
+        if self._has_role(question):
             return  # perhaps it was given the role, and who did has other things to do
         with self._lock:
             self._resting += 1
@@ -220,7 +229,6 @@ class LaneEnd(Turns):
             if asker is not None and parcel.is_small:
                 self._give_role(asker)
             self._write(number, parcel)
-        parcel.was_sent()
 
     def _start(self, requests: Iterable[Frame], asker: Question | None) -> None:
         """Have requests run that were taken in, each in a thread for it alone."""
@@ -234,7 +242,7 @@ class LaneEnd(Turns):
 
     def _run_apart(self, only: list[Frame], asker: Question | None) -> None:
         """In a thread for it alone: run a request and answer it."""
-        here.asker = asker
+        here.depth = 0 if asker is None else asker.depth + 1
         try:
             frame = only.pop()
             number, parcel = frame.call, self.run(frame)
@@ -244,9 +252,11 @@ class LaneEnd(Turns):
             self.fail(error)
             if not isinstance(error, BROKEN):
                 raise
+            return
         finally:
-            here.asker = None
+            here.depth = 0
             self._job_ended(asker)
+        parcel.was_sent()  # at last: who asked wakes up meanwhile
 
     def _job_ended(self, asker: Question | None) -> None:
         with self._lock:

@@ -7,12 +7,12 @@ import time
 from typing import Any
 
 from ..threads import Bell
-from ..wire.frames import Frame
+from ..wire.frames import Frame, Parcel
 from ..wire.messages import FAILURE, RESULT
 from .base import NAP, IsOver
 
 MOMENT = 0.001
-"""Seconds for another thread to fall asleep, or to finish what it just does."""
+"""Seconds for another thread to finish what it just does."""
 
 
 ANSWERS = (RESULT, FAILURE)
@@ -25,8 +25,12 @@ class Question:
     number = 0  # none: it is not sent
     answer: Frame | None = None
     jobs = 0  # requests that came while it read, and are being run
+    was_called_back = False  # there was such a request
+    duty: list[Parcel] | None = None
+    """What was sent, while its stand-in has not begun; empty while that looks; then None."""
 
     def __init__(self) -> None:
+        self.depth = here.depth
         # Most questions need none. Who rings or waits first makes one, in a single step,
         # so that both have the same, and what is rung before anybody waits is not lost.
         self._bells: dict[str, Bell] = {}
@@ -35,11 +39,6 @@ class Question:
     def bell(self) -> Bell:
         """Rung when there may be something for its thread to do."""
         return self._bells.get("bell") or self._bells.setdefault("bell", Bell())
-
-    @property
-    def at_rest(self) -> Bell:
-        """Rung when its thread goes to sleep without reading."""
-        return self._bells.get("rest") or self._bells.setdefault("rest", Bell())
 
 
 class Limit:
@@ -79,13 +78,7 @@ class Here(threading.local):
     """What this thread runs: a request of this lane, by which it may ask back."""
 
     lane: Any = None  # a `LaneEnd`
-    asker: Question | None = None  # whose thread handed the request over
-
-    def let_asker_rest(self) -> None:
-        """Before this thread spins: else both would want Python's lock at the wrong moment."""
-        if self.asker is not None:
-            self.asker.at_rest.wait(MOMENT)
-            self.asker = None
+    depth = 0  # how many threads of this end wait for it, one for the other
 
 
 here = Here()

@@ -17,9 +17,10 @@ T = TypeVar("T")
 class Spin:
     """A worker's permission to spin."""
 
-    __slots__ = ("_busy", "_seconds")
+    __slots__ = ("_busy", "_seconds", "is_allowed")
 
     def __init__(self, seconds: float) -> None:
+        self.is_allowed = seconds > 0
         self._seconds = seconds
         self._busy = False
 
@@ -30,7 +31,7 @@ class Spin:
         nothing, it may return nothing or raise BlockingIOError.
         `times`: how many times as long to look as usual.
         """
-        if self._busy or not self._seconds:
+        if self._busy or not self.is_allowed:
             return None
         self._busy = True
         now = time.perf_counter
@@ -61,6 +62,11 @@ class Patience:
         self._skips = 0
         self._next_skips = 0
         self._credit = 0
+
+    @property
+    def pays(self) -> bool:
+        """Whether it has paid lately, or it is time to try again."""
+        return not self._skips
 
     def look(self, spin: Spin, attempt: Callable[[], T], times: int = 1) -> T | None:
         """What spinning finds; None at once where it has not paid lately."""

@@ -72,6 +72,10 @@ class Stream:
         reader = self.reader
         return reader.inbox is not None and reader.open_letter(reader.inbox.end())
 
+    def may_look(self, spin: Spin) -> bool:
+        """Whether it pays to look."""
+        return spin.is_allowed and self._patience.pays
+
     def look(self, spin: Spin, times: int = 1) -> bool | None:
         """Take in what comes within a short while, if it pays to look for it; whether it did.
 

@@ -79,6 +79,7 @@ class Turns:
                 self._jobs += 1
                 if reader is not None:
                     reader.jobs += 1
+                    reader.was_called_back = True
         return requests
 
     def _hand_out(self, answer: Frame, reader: Question | None) -> None:
@@ -102,6 +103,10 @@ class Turns:
         if self._watched:
             self._unwatch()
         return True
+
+    def _pass_role(self, to: object) -> None:
+        """Have another one read, who is not yet there. With the role."""
+        self._reader[_ROLE] = to
 
     def _give_role(self, asker: Question) -> None:
         """Give the role to who handed a request over and sleeps: what comes next may be for it.

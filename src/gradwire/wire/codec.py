@@ -305,9 +305,10 @@ class Codec:
         encoded = self._encoders[manner.plain].encode(subject, values)
         if encoded is None:
             return None
-        parcel, pick = encoded
+        parcel, known = encoded
+        parcel.habit = known.habit
         if context:
-            self._recorder.leaving(context, manner.to, parcel, pick(values))
+            self._recorder.leaving(context, manner.to, parcel, known.pick(values))
         self._stock.refill_after(parcel)
         return parcel
 

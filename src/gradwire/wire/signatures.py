@@ -17,7 +17,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter, itemgetter
 from typing import Any
 
@@ -57,19 +57,22 @@ _look_at: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 
 
 @dataclass(slots=True)
-class _Known:
+class Known:
     """A signature's bytes, and how what follows them is made."""
 
     prefix: bytes
     count: int
     """Of what is sent as it is."""
     pick: Pick
+    """What finds the tensors that require grad."""
     reads: list[Any] | None
-    """What reads that; None: there are large or complex tensors, or too many."""
+    """What reads the bytes of tensors; None: there are large or complex tensors, or too many."""
     write: Callable[..., bytes]
     """What packs the numbers."""
     offsets: list[int]
     bulk_length: int
+    habit: set[int] = field(default_factory=set)
+    """That of their parcels."""
 
     def mix(self, values: tuple[Any, ...]) -> tuple[list[bytes], list[Piece]]:
         """The bytes of small tensors, and the large ones."""
@@ -89,12 +92,12 @@ class Encoder:
         self._encoding = encoding
         self._dump = dump
         self._limits = limits
-        self._known: dict[Any, _Known] = {}
+        self._known: dict[Any, Known] = {}
 
     def encode(
         self, subject: Subject, values: tuple[Any, ...]
-    ) -> tuple[Parcel, Pick] | None:
-        """The message, and what finds its tensors that require grad.
+    ) -> tuple[Parcel, Known] | None:
+        """The message, and what is known of such messages.
 
         None: it has to go the general way.
 
@@ -136,23 +139,23 @@ class Encoder:
             for read, there in zip(known.reads, places.values(), strict=True):
                 parts.append(read(there).raw)
         if data:
-            return self._checked(subject, parts, data), known.pick
-        return Parcel(subject[0], self._encoding, b"".join(parts)), known.pick
+            return self._checked(subject, parts, data), known
+        return Parcel(subject[0], self._encoding, b"".join(parts)), known
 
     def _mixed(
         self,
         subject: Subject,
-        known: _Known,
+        known: Known,
         values: tuple[Any, ...],
         parts: list[bytes],
         data: list[Any],
-    ) -> tuple[Parcel, Pick] | None:
+    ) -> tuple[Parcel, Known] | None:
         """As `encode`, where not all is small and simple."""
         if any(type(value) is Tensor and _is_conjugate(value) for value in values):
             return None
         raws, large = known.mix(values)
         parcel = self._checked(subject, parts + raws, data, large, known.bulk_length)
-        return parcel, known.pick
+        return parcel, known
 
     def _checked(
         self,
@@ -170,7 +173,7 @@ class Encoder:
 
     def _learn(
         self, key: tuple[Any, ...], subject: Subject, values: tuple[Any, ...]
-    ) -> _Known | None:
+    ) -> Known | None:
         known = _describe(subject, values, key[1:], self._limits)
         if known is not None:
             if len(self._known) > MAX_REMEMBERED:
@@ -225,7 +228,7 @@ def _is_small(value: Any, depth: int) -> bool:
 
 def _describe(
     subject: Subject, values: tuple[Any, ...], looks: tuple[Any, ...], limits: Limits
-) -> _Known | None:
+) -> Known | None:
     specs: list[Any] = []
     reads: list[Any] = []
     offsets: list[int] = []
@@ -257,7 +260,7 @@ def _describe(
     traced = [n for n, spec in enumerate(specs) if type(spec) is tuple and spec[2]]
     count, pick = len(reads) + len(offsets), picker(traced, len(specs))
     simple = reads if is_simple else None
-    return _Known(prefix, count, pick, simple, numbers.pack, offsets, bulk)
+    return Known(prefix, count, pick, simple, numbers.pack, offsets, bulk)
 
 
 def picker(places: list[int], count: int) -> Pick:
