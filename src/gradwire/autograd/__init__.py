@@ -17,9 +17,11 @@ __all__ = ["backward", "context", "get_gradients", "grad"]
 def __getattr__(name: str) -> typing.Any:
     import importlib
 
-    if name in __all__:
-        return getattr(importlib.import_module("..api", __name__), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module("..api", __name__), name)
+    globals()[name] = found  # to look it up takes longer than to begin a context
+    return found
 
 
 def __dir__() -> list[str]:

@@ -55,11 +55,13 @@ def __getattr__(name: str) -> typing.Any:
 
     if name == "functions":
         return importlib.import_module(".functions", __name__)
-    if name in __all__:
-        elsewhere = {"WorkerInfo": "..ids", "RRef": "..rref.reference"}
-        module = importlib.import_module(elsewhere.get(name, "..api"), __name__)
-        return getattr(module, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    elsewhere = {"WorkerInfo": "..ids", "RRef": "..rref.reference"}
+    module = importlib.import_module(elsewhere.get(name, "..api"), __name__)
+    found = getattr(module, name)
+    globals()[name] = found  # to look it up takes a tenth of a small call
+    return found
 
 
 def __dir__() -> list[str]:
