@@ -5,6 +5,7 @@ the other.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -79,6 +80,23 @@ class Autograds:
 
     def contexts(self) -> int:
         return sum(s.debug_info()["num_autograd_contexts"] for s in self.services)
+
+
+class Said:
+    """What the workers of a world say to each other in passes."""
+
+    def __init__(self, world: Autograds) -> None:
+        self.kinds: Counter[type] = Counter()
+        for service in world.services:
+            for name in ("ask", "request"):
+                setattr(service, name, self._noting(getattr(service, name)))
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def noting(to: int, message: Any, *others: Any) -> Any:
+            self.kinds[type(message)] += 1
+            return original(to, message, *others)
+
+        return noting
 
 
 @contextmanager

@@ -3,8 +3,6 @@
 import gc
 import threading
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,6 +13,7 @@ from autograd_world import (
     ENOUGH,
     Autograds,
     Raises,
+    Said,
     autograds,
     doubles,
     there_and_back,
@@ -29,23 +28,6 @@ from gradwire.errors import GradwireError, ProtocolError
 from gradwire.wire.packets import Packet
 
 close = torch.testing.assert_close
-
-
-class Said:
-    """What the workers of a world say to each other in passes."""
-
-    def __init__(self, world: Autograds) -> None:
-        self.kinds: Counter[type] = Counter()
-        for service in world.services:
-            for name in ("ask", "request"):
-                setattr(service, name, self._noting(getattr(service, name)))
-
-    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def noting(to: int, message: Any, *others: Any) -> Any:
-            self.kinds[type(message)] += 1
-            return original(to, message, *others)
-
-        return noting
 
 
 @pytest.fixture(autouse=True)
@@ -535,12 +517,17 @@ def test_a_root_that_is_a_single_path_to_what_was_sent_on_takes_the_protocol() -
 # Messages
 
 
-def test_a_message_says_which_gradients_are_for_which_send() -> None:
+@pytest.mark.parametrize("shortcuts", [{}, {7: 8}, {7: 8, 9: 6}])
+def test_a_message_says_which_gradients_are_for_which_send(
+    shortcuts: dict[int, int],
+) -> None:
     gradient, other = torch.ones(3), torch.zeros(2)
     trip = messages.Trip(1, 2, 0, 2, 3)
-    said = messages.direct(trip, [(5, [gradient, None, gradient]), (6, [other])])
-    heard, arrived = messages.read_direct(said)
+    plain = [(5, [gradient, None, gradient]), (6, [other])]
+    said = messages.direct(trip, plain, shortcuts)
+    heard, arrived, ways = messages.read_direct(said)
     assert heard == trip._replace(depth=4)
+    assert ways == shortcuts
     (first, (a, none, b)), (second, (c,)) = arrived
     assert (first, second, none) == (5, 6, None)
     close([a, b, c], [gradient, gradient, other])
@@ -565,9 +552,22 @@ def test_messages_that_make_no_sense_are_refused(change: Any) -> None:
     said = messages.direct(messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])])
     with pytest.raises(ProtocolError):
         messages.read_direct(Direct(*change(*said)))
-    answer = messages.pack_followed([(5, [torch.ones(3)])], {1, 2})
+    answer = messages.pack_followed([(5, [torch.ones(3)])], {1, 2}, [3])
     with pytest.raises(ProtocolError):
         messages.unpack_followed(Packet(*change(*answer)))
+
+
+@pytest.mark.parametrize("count", [-9, -1, 9, 1 << 40])
+def test_counts_that_make_no_sense_are_refused(count: int) -> None:
+    trip, plain = messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])]
+    facts, gradients = messages.direct(trip, plain, {7: 8})
+    for changed in ([*facts[:5], count, *facts[6:]], facts[:5]):
+        with pytest.raises(ProtocolError):
+            messages.read_direct(Direct(changed, gradients))
+    facts, gradients = messages.pack_followed(plain, {1, 2}, [3])
+    for changed in ([count, *facts[1:]], [facts[0], count, *facts[2:]], facts[:1]):
+        with pytest.raises(ProtocolError):
+            messages.unpack_followed(Packet(changed, gradients))
 
 
 @pytest.mark.parametrize("answer", [7, "x", (), ((1,), 2), ((1.5,), ()), (1, "x")])
@@ -578,9 +578,10 @@ def test_answers_that_are_none_are_refused(answer: Any) -> None:
 
 def test_an_answer_says_who_has_parked_something() -> None:
     assert messages.pack_followed([], set()) is None
-    assert messages.unpack_followed(None) == ([], ())
-    followed = messages.unpack_followed(messages.pack_followed([], {7, 3}))
+    assert messages.unpack_followed(None) == ([], (), ())
+    followed = messages.unpack_followed(messages.pack_followed([], {7, 3}, [4]))
     assert not isinstance(followed, messages.Failed)
-    deliveries, parked = followed
+    deliveries, parked, taken = followed
     assert list(parked) == [3, 7]
+    assert list(taken) == [4]
     assert list(deliveries) == []

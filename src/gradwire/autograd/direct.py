@@ -6,7 +6,12 @@ at once, and what that yields for other workers is sent on to them. The answer i
 that followed is done everywhere, and takes along what there is for the asker. Such a pass ends like
 a call, and leaves nothing on other workers but a note of what was run.
 
-Not every graph is like that. Whoever gets gradients that it cannot run at once *parks* them: it
+A value may have gone to a worker and come back as it was, as results do that are handed through
+nested calls. Then its gradients would go there only to come back. Whoever asks therefore lists its
+sends that are like that (*shortcuts*), unless someone there watches what came; whoever is asked
+goes on with what lies behind, and says which shortcuts it has taken.
+
+Not every graph is that simple. Whoever gets gradients that it cannot run at once *parks* them: it
 keeps them for the pass, and says so with the answer, which is passed on to the worker that leads.
 If that hears of any, it goes on by the full protocol (`passes.py`). To that, what was run and what
 has left is over and done with, and what is parked has arrived.
@@ -85,7 +90,7 @@ class DirectPasses:
 
     def answer(self, sender: int, message: Direct) -> Any:
         """What follows from the gradients of another worker."""
-        trip, arrived = read_direct(message)
+        trip, arrived, shortcuts = read_direct(message)
         context = self._contexts.arrived(trip.context)
         context.known.add(sender)
         try:
@@ -95,13 +100,16 @@ class DirectPasses:
         if record is None:
             return None
         current = Round(self._desk, context, record, trip, sender)
+        if shortcuts:
+            current.shortcuts = shortcuts
         try:
             if record.is_simple and trip.depth < _DEEPEST:
                 current.follow(sender, arrived)
             else:
                 for number, gradients in arrived:
                     current.park(sender, number, gradients)
-            return pack_followed(current.leaving.get(sender, ()), current.parked)
+            found = current.leaving.get(sender, ())
+            return pack_followed(found, current.parked, current.taken)
         except Failing as error:
             failed = error.failed
         except Exception as error:  # noqa: BLE001 user code

@@ -6,9 +6,10 @@ A message of a pass is numbers and tensors, and so are most answers to it: they 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
@@ -29,8 +30,16 @@ the id under which the gradients themselves were sent, or 0; and which of them w
 Plain = tuple[int, Sequence[Any]]
 """The same in a direct pass: the id of the send, and a gradient or None for each of its tensors."""
 
-Followed = tuple[list[Plain], Sequence[int]]
-"""The answer in a direct pass: all is done; gradients for the asker; who has parked some."""
+Shortcuts = Mapping[int, int]
+"""Sends of the asker that go back to whom it asks, with what came from there as it came: each with
+the send that it came by. So gradients for the first are gradients for the second."""
+
+Followed = tuple[list[Plain], Sequence[int], Sequence[int]]
+"""The answer in a direct pass: all is done; gradients for the asker; who has parked some; which
+shortcuts were taken."""
+
+
+NO_SHORTCUTS: Shortcuts = MappingProxyType({})
 
 
 class Step(Packet):
@@ -45,7 +54,7 @@ class Step(Packet):
 class Direct(Packet):
     """A worker → another, in a direct pass: here are gradients for your sends.
 
-    The numbers: those of the trip, and what the gradients are for.
+    The numbers: those of the trip, the shortcuts, and what the gradients are for.
     """
 
     __slots__ = ()
@@ -140,6 +149,7 @@ _DONE = Done()
 _NOTED, _ENGAGED = Noted(), Noted(is_engaged=True)
 _SHORT = {0: _NOTED, 1: _ENGAGED}
 _TRIP = len(Trip._fields)
+_COUNTS = 2  # at the beginning of an answer
 _FAILED = 1 + len(Failed._fields)
 
 
@@ -161,30 +171,44 @@ def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
         return about, words, _take_deliveries(facts, step.tensors)
 
 
-def direct(trip: Trip, deliveries: Sequence[Plain]) -> Direct:
+def direct(
+    trip: Trip, deliveries: Sequence[Plain], shortcuts: Shortcuts = NO_SHORTCUTS
+) -> Direct:
     """What goes on from whoever got, or made, this trip."""
     context, number, flags, since, depth = trip
-    facts = [context, number, flags, since, depth + 1]
+    facts = [context, number, flags, since, depth + 1, len(shortcuts)]
+    if shortcuts:
+        facts += [*shortcuts, *shortcuts.values()]
     return Direct(facts, _put_plain(facts, deliveries))
 
 
-def read_direct(direct: Direct) -> tuple[Trip, list[Plain]]:
+def read_direct(direct: Direct) -> tuple[Trip, list[Plain], Shortcuts]:
     """What a direct message says.
 
     Raises:
         ProtocolError: it makes no sense, or a gradient is missing.
     """
     facts, gradients = direct
-    if len(facts) < _TRIP:
+    if len(facts) <= _TRIP:
         raise ProtocolError("a message of a pass ends too early")
-    return Trip(*facts[:_TRIP]), _take_plain(facts, _TRIP, gradients)
+    trip, count = Trip(*facts[:_TRIP]), facts[_TRIP]
+    at = _TRIP + 1
+    if not count:  # as mostly
+        return trip, _take_plain(facts, at, gradients), NO_SHORTCUTS
+    middle, end = at + count, at + 2 * count
+    if not at < middle < end <= len(facts):
+        raise ProtocolError("a message of a pass ends too early")
+    shortcuts = dict(zip(facts[at:middle], facts[middle:end], strict=True))
+    return trip, _take_plain(facts, end, gradients), shortcuts
 
 
-def pack_followed(deliveries: Sequence[Plain], parked: Collection[int]) -> Any:
+def pack_followed(
+    deliveries: Sequence[Plain], parked: Collection[int], taken: Collection[int] = ()
+) -> Any:
     """An answer to a direct message, as it is sent."""
-    if not deliveries and not parked:
+    if not (deliveries or parked or taken):
         return None
-    facts = [len(parked), *parked]
+    facts = [len(parked), len(taken), *parked, *taken]
     return Packet(facts, _put_plain(facts, deliveries))
 
 
@@ -195,16 +219,20 @@ def unpack_followed(answer: Any) -> Followed | Failed:
         ProtocolError: nothing that makes sense.
     """
     if answer is None:
-        return [], ()
+        return [], (), ()
     if type(answer) is not Packet:
         answer = _packet_or_failed(answer)
         if type(answer) is Failed:
             return answer
     facts, gradients = answer
-    end = facts[0] + 1 if facts else 0
-    if not 0 < end <= len(facts):
+    if len(facts) < _COUNTS:
         raise ProtocolError("an answer of a pass ends too early")
-    return _take_plain(facts, end, gradients), facts[1:end]
+    middle = _COUNTS + facts[0]
+    end = middle + facts[1]
+    if not _COUNTS <= middle <= end <= len(facts):
+        raise ProtocolError("an answer of a pass ends too early")
+    found = _take_plain(facts, end, gradients)
+    return found, facts[_COUNTS:middle], facts[middle:end]
 
 
 def _put_plain(facts: list[int], deliveries: Sequence[Plain]) -> list[Any]:

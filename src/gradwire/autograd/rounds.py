@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from ..errors import CallTimeout
+from ..errors import CallTimeout, ProtocolError
 from ..rpc.futures import CallFuture
 from . import deliveries, messages
 from .contexts import Context, unknown
@@ -18,9 +18,9 @@ from .deliveries import bare
 from .desk import Desk
 from .engine import call
 from .gradients import keep, look_at
-from .messages import Failed, Plain, Trip
+from .messages import NO_SHORTCUTS, Failed, Plain, Shortcuts, Trip
 from .nodes import Crossing, Gradients
-from .strands import Ahead, BareStrand, Reach, Strands
+from .strands import Ahead, BareStrand, Reach, Strand, Strands
 
 _MOST_AHEAD = 8  # strands
 _NAP = 0.05  # seconds between looks at whether the pass has failed elsewhere
@@ -67,7 +67,12 @@ class Round:
 
     parked: Collection[int] = ()
     """Workers that have parked something."""
+    shortcuts: Shortcuts = NO_SHORTCUTS
+    """Those of the asker."""
+    taken: Sequence[int] = ()
+    """Those of them that were taken."""
     _ahead: Mapping[int, Ahead] = {}  # what strands have seen to
+    _back: Sequence[Plain] = ()  # what the asker would send back as it is
     _answers: SimpleQueue[tuple[int, CallFuture]] | None = None
 
     def __init__(
@@ -113,12 +118,16 @@ class Round:
             if found is not None:
                 number = recv.id
                 self._record.gone.append(number)
+                if number in self.shortcuts:
+                    self.taken = (*self.taken, number)
+                    self._back = (*self._back, (self.shortcuts[number], found))
+                    continue
                 self.leaving.setdefault(recv.worker, []).append((number, found))
 
     def follow(self, sender: int, arrived: list[Plain]) -> None:
         """Run what came from a worker, and all that follows from it. Empties the list."""
         record, context, leaving = self._record, self._context, self.leaving
-        given = record.given
+        given, is_fresh = record.given, True
         while record.failed is None and not context.is_released:
             if arrived:
                 number, gradients = arrived.pop()
@@ -129,19 +138,31 @@ class Round:
                     given[number] = None
                     gradients = [*gradients]  # nobody else has them now
                     if isinstance(strand, BareStrand):
-                        flags = self._trip.flags
-                        strand = strand.keep(context, gradients, flags, self._ahead)
+                        strand = self._keep(strand, gradients, is_fresh=is_fresh)
                     if strand is None:
                         continue
                     if strand.passes_on():
                         self._see_off(strand.recvs, tuple(gradients))
                     else:
                         self.run(strand, strand.ends(gradients), gradients)
+            elif self._back:
+                sender, arrived, self._back = self._asker, [*self._back], ()
+                is_fresh = False
             elif self._asked or len(leaving) > (self._asker in leaving):
                 sender, arrived = self._ask()
+                is_fresh = sender != self._desk.me
             else:
                 return
         self._stop()
+
+    def _keep(
+        self, strand: BareStrand, gradients: list[Tensor | None], *, is_fresh: bool
+    ) -> Strand | None:
+        """As `BareStrand.keep`; the gradients came by a message, if they are fresh."""
+        ahead = self._ahead.get(strand.crossing.id) or strand.look_ahead()
+        if not is_fresh:  # others may have the same memory
+            ahead = ahead._replace(plain=())
+        return strand.keep(self._context, gradients, self._trip.flags, ahead)
 
     def park(
         self, sender: int, number: int, gradients: Sequence[Tensor | None]
@@ -176,11 +197,13 @@ class Round:
         leaving, me = self.leaving, self._desk.me
         if me in leaving:
             return me, leaving.pop(me)
+        shortcuts = NO_SHORTCUTS
         if len(leaving) > 1 or self._asked:
             to, answer = self._ask_several()
         else:
             to, plain = leaving.popitem()
-            message = messages.direct(self._trip, plain)
+            shortcuts = self._record.strands.shortcuts(to, self._record.given)
+            message = messages.direct(self._trip, plain, shortcuts)
             try:
                 answer = self._desk.ask(to, message, self._is_over, self._look_ahead)
             except BaseException as error:
@@ -191,10 +214,20 @@ class Round:
         followed = messages.unpack_followed(answer)
         if isinstance(followed, Failed):
             raise Failing(followed)
-        found, parked = followed
+        found, parked, taken = followed
+        if taken:
+            self._note_taken(taken, shortcuts)
         if parked:
             self._note_parked(parked)
         return to, found
+
+    def _note_taken(self, taken: Iterable[int], shortcuts: Shortcuts) -> None:
+        """Gradients have passed these sends by, and the recvs behind them."""
+        for number in taken:
+            if number not in shortcuts:
+                raise ProtocolError(f"send {number} was not to be passed by")
+            self._record.given[number] = None
+            self._record.gone.append(shortcuts[number])
 
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""

@@ -10,25 +10,25 @@ still running; and what a pass costs besides does not matter there.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from . import hooks, replicas
-from .contexts import Context, owner
+from .contexts import Context
 from .gradients import Leaf, are_plain, keep, keep_fresh, look_at
 from .graph import SMALL, walk
-from .messages import ACCUMULATE
+from .messages import ACCUMULATE, NO_SHORTCUTS, Shortcuts
 from .nodes import Crossing, Send
 
 
 class Ahead(NamedTuple):
     """What can be seen to before gradients come.
 
-    That is the leaves; and their tensors, if these are plain and will get gradients with memory
-    that nobody else has.
+    That is the leaves; and their tensors, if these are plain and get gradients with memory that
+    nobody else has.
     """
 
     leaves: Sequence[Leaf]
@@ -91,6 +91,12 @@ class Strand(Reach):
                 return False
         return bool(self._passed_on)
 
+    def may_return(self) -> bool:
+        """Whether it may be one message, passed on to where it came from."""
+        if not self._passed_on or len(self.recvs) > 1:
+            return False
+        return self.recvs[0].worker == self.crossing.worker
+
     def ends(self, gradients: list[Tensor | None]) -> tuple[GradientEdge, ...]:
         """Where these go in; those that are none are taken out of the list."""
         for gradient in gradients:
@@ -123,8 +129,7 @@ class BareStrand:
             leaves = look_at([node for node, _ in self._send.edges])
         else:
             leaves = [Leaf(leaf, (), ()) for leaf in self._leaves]
-        # What a worker sends to itself does not come by a message, with memory of its own.
-        is_plain = owner(self.crossing.id) != self.crossing.worker and are_plain(leaves)
+        is_plain = are_plain(leaves)
         return Ahead(leaves, [leaf.tensor for leaf in leaves] if is_plain else ())
 
     def keep(
@@ -132,14 +137,14 @@ class BareStrand:
         context: Context,
         gradients: list[Tensor | None],
         flags: int,
-        ahead: Mapping[int, Ahead],
+        ahead: Ahead,
     ) -> Strand | None:
         """Keep the gradients of the leaves; or what to run, if these have hooks.
 
         Raises:
             Exception: whatever a hook of a node behind a leaf raises.
         """
-        leaves, plain = ahead.get(self.crossing.id) or self.look_ahead()
+        leaves, plain = ahead
         if plain and not flags & ACCUMULATE:
             keep_fresh(context, plain, gradients)
         elif not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:
@@ -161,6 +166,7 @@ class Strands:
         # Leaves, each with its node or a send of it; those that several sends reach.
         self._leaves: dict[int, Any] = {}
         self._shared: dict[int, Any] = {}
+        self._returns: list[Strand] = []  # those that may be such
         self._is_foreign = False  # something in it arrived in another context
         self._is_odd = False  # so, or it is large, or has replicas in it
 
@@ -188,6 +194,8 @@ class Strands:
         if not links:
             strand = self._strands[number] = Strand(send, nodes, recvs)
             self._is_foreign |= strand.is_foreign
+            if strand.may_return():
+                self._returns.append(strand)
 
     def _note(self, leaves: dict[int, Any]) -> None:
         known = self._leaves
@@ -214,6 +222,19 @@ class Strands:
         if crossing.worker != sender or crossing.count != count:
             return None
         return None if hooks.on_crossings and strand.is_hooked() else strand
+
+    def shortcuts(self, to: int, given: Container[int]) -> Shortcuts:
+        """Messages of a worker that were passed on to it, and have got no gradients so far."""
+        if not self._returns:
+            return NO_SHORTCUTS
+        found: dict[int, int] = {}
+        for strand in self._returns:
+            number, count = strand.crossing.id, strand.crossing.count
+            if number in given or self.get(number, to, count) is not strand:
+                continue
+            if strand.passes_on():
+                found[number] = strand.recvs[0].id
+        return found
 
     def bare(self) -> Sequence[tuple[int, BareStrand]]:
         """Those that something can be seen to ahead of their gradients, by their sends."""

@@ -1,0 +1,214 @@
+"""Tensors that go to a worker and come back as they are: gradients need not take that way."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autograd_world import Autograds, Said, autograds, doubles
+from gradwire.autograd import messages
+from gradwire.autograd.messages import Direct, Step
+from gradwire.errors import GradwireError
+
+close = torch.testing.assert_close
+
+
+def relay(
+    world: Autograds, context: int, value: Tensor, times: int = 3
+) -> tuple[Tensor, list[Tensor]]:
+    """A value of worker 1 goes to worker 0 so many times, and back between; all that came there."""
+    came = []
+    for _ in range(times):
+        if came:
+            (value,) = world.transfer(0, 1, context, [value])
+        (value,) = world.transfer(1, 0, context, [value])
+        came.append(value)
+    return value, came
+
+
+def test_gradients_take_one_message_however_often_a_value_came_back() -> None:
+    for times in (1, 2, 3, 5):
+        with autograds(2) as world, world[0].context() as context:
+            said = Said(world)
+            x = doubles(3)
+            value, _ = relay(world, context, torch.sin(x), times)
+            world[0].backward(context, [value.sum()])
+            close(world[1].get_gradients(context), {x: torch.cos(x.detach())})
+            assert said.kinds == {Direct: 1}
+
+
+def test_several_tensors_of_a_message_come_back() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        said = Said(world)
+        x, y = doubles(3), doubles(3)
+        came = world.transfer(1, 0, context, [x * 2, y * 3])
+        back = world.transfer(0, 1, context, came)
+        home = world.transfer(1, 0, context, back)
+        world[0].backward(context, [(home[0] * home[1]).sum()])
+        expected = {x: 6 * y.detach(), y: 6 * x.detach()}
+        close(world[1].get_gradients(context), expected)
+        assert said.kinds == {Direct: 1}
+
+
+@pytest.mark.parametrize("order", [(1, 0), (0,), (0, 0), (0, 1, 0)])
+def test_parts_of_a_message_come_back_in_any_order(order: tuple[int, ...]) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x, y = doubles(3), doubles(3)
+        came = world.transfer(1, 0, context, [x * 2, y * 3])
+        back = world.transfer(0, 1, context, [came[i] for i in order])
+        home = world.transfer(1, 0, context, back)
+        loss = sum((5 * i + 1) * each.sum() for i, each in enumerate(home))
+        assert isinstance(loss, Tensor)
+        world[0].backward(context, [loss])
+        local = [x * 2, y * 3]
+        here = sum((5 * i + 1) * local[j].sum() for i, j in enumerate(order))
+        assert isinstance(here, Tensor)
+        known = [leaf for i, leaf in enumerate((x, y)) if i in order]
+        expected = dict(zip(known, torch.autograd.grad(here, known), strict=True))
+        close(world[1].get_gradients(context), expected)
+
+
+def double(gradient: Tensor) -> Tensor:
+    return gradient * 2
+
+
+def double_all(gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(map(double, gradients))
+
+
+WATCHED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
+    "hook": (lambda tensor: tensor.register_hook(double), 2),
+    "hook of the node": (lambda t: t.grad_fn.register_prehook(double_all), 2),
+    "retained": (lambda tensor: tensor.retain_grad(), 1),
+    "changed": (lambda tensor: tensor.mul_(7), 1),
+    "hook and changed": (lambda t: (t.register_hook(double), t.mul_(7)), 2),
+}
+
+
+@pytest.mark.parametrize("how", WATCHED)
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("is_gone", [False, True])
+def test_what_someone_watches_is_not_passed_by(
+    how: str, which: int, is_gone: bool
+) -> None:
+    watch, factor = WATCHED[how]
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        value, came = relay(world, context, torch.sin(x))
+        watch(came[which])
+        watched = came[which]
+        if is_gone:
+            del came, watched
+            gc.collect()
+        world[0].backward(context, [value.sum()])
+        expected = factor * torch.cos(x.detach())
+        close(world[1].get_gradients(context), {x: expected})
+        if how == "retained" and not is_gone:
+            close(watched.grad, torch.ones_like(x))
+
+
+def test_what_is_used_besides_is_not_passed_by() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        value, came = relay(world, context, torch.sin(x))
+        world[0].backward(context, [(value * came[0]).sum()])
+        (gx,) = torch.autograd.grad((torch.sin(x) ** 2).sum(), [x])
+        close(world[1].get_gradients(context), {x: gx})
+
+
+def test_leaves_that_came_back_have_gradients_of_their_own() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x, y = doubles(3), doubles(3)
+        back = [
+            world.transfer(0, 1, context, world.transfer(1, 0, context, [leaf]))[0]
+            for leaf in (x, y)
+        ]
+        (home,) = world.transfer(1, 0, context, [back[0] + back[1]])
+        world[0].backward(context, [home.sum()])
+        found = world[1].get_gradients(context)
+        close(found, {x: torch.ones_like(x), y: torch.ones_like(y)})
+        found[x].mul_(7)
+        close(found[y], torch.ones_like(y))
+        assert found[x].is_contiguous()
+
+
+def test_each_pass_takes_them() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        value, _ = relay(world, context, torch.sin(x))
+        loss = value.sum()
+        for count in range(1, 4):
+            world[0].backward(context, [loss], retain_graph=True)
+            expected = count * torch.cos(x.detach())
+            close(world[1].get_gradients(context), {x: expected})
+            assert said.kinds == {Direct: count}
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The shortcuts that were taken."""
+    numbers: list[int] = []
+    real = messages.unpack_followed
+
+    def unpack(answer: Any) -> Any:
+        followed = real(answer)
+        if not isinstance(followed, messages.Failed):
+            numbers.extend(followed[2])
+        return followed
+
+    monkeypatch.setattr(messages, "unpack_followed", unpack)
+    return numbers
+
+
+def test_what_is_parked_behind_one_goes_on_by_the_protocol(taken: list[int]) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        said = Said(world)
+        x = doubles(3)
+        h = torch.sin(x)
+        (came,) = world.transfer(1, 0, context, [h * 2])
+        (back,) = world.transfer(0, 1, context, [came])
+        (other,) = world.transfer(1, 0, context, [h * 3])  # so they share a node
+        (home,) = world.transfer(1, 0, context, [back])
+        world[0].backward(context, [(home * other).sum()])
+        (gx,) = torch.autograd.grad((6 * torch.sin(x) ** 2).sum(), [x])
+        close(world[1].get_gradients(context), {x: gx})
+        assert len(taken) == 1
+        assert said.kinds[Step] > 0
+        assert world.passes() == 0
+
+
+def test_an_error_behind_one_is_told(taken: list[int]) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        value, _ = relay(world, context, Unhappy.apply(doubles(3)))
+        with pytest.raises(GradwireError, match="Error on Node 1: no gradients today"):
+            world[0].backward(context, [value.sum()])
+        assert world.passes() == 0
+
+
+class Unhappy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ValueError("no gradients today")
+
+
+def test_what_was_not_offered_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = messages.unpack_followed
+
+    def unpack(answer: Any) -> Any:
+        followed = real(answer)
+        assert not isinstance(followed, messages.Failed)
+        return *followed[:2], (999,)
+
+    monkeypatch.setattr(messages, "unpack_followed", unpack)
+    with autograds(2) as world, world[0].context() as context:
+        value, _ = relay(world, context, torch.sin(doubles(3)))
+        with pytest.raises(GradwireError, match="999 was not to be passed by"):
+            world[0].backward(context, [value.sum()])
