@@ -86,8 +86,8 @@ def keep_fresh(
     found = []
     for leaf, gradient in zip(leaves, gradients, strict=True):
         if gradient is not None:
-            if gradient.layout is _STRIDED:
-                gradient = gradient.contiguous()  # the same, if it is
+            if gradient.layout is _STRIDED and not gradient.is_contiguous():
+                gradient = gradient.contiguous()
             found.append((leaf, gradient))
     gradients.clear()
     context.add_gradients(found)
