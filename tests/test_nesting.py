@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.rpc.encoding import prepare
 from gradwire.transport import hosts
 from gradwire.transport.hosts import Hosts
 from gradwire.transport.nesting import LaneEnd
@@ -612,6 +613,24 @@ def test_without_more_threads_there_is_no_stand_in(
     have_stand_ins(monkeypatch)
     hold_back_stand_ins(monkeypatch, refuse)
     assert two[0].rpc_sync("worker1", descend, (6,)) == 6
+
+
+def test_what_there_is_to_do_meanwhile_is_not_left_to_a_stand_in(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_stand_ins(monkeypatch)
+    stand_ins = called(monkeypatch, "_stand_in")
+    agent, threads = two[0]._agent, []
+    call = prepare(echo, (5,), None)
+    answer = agent.caller.call_sync(
+        agent.peer("worker1"),
+        call,
+        LIMIT,
+        lambda: threads.append(threading.get_ident()),
+    )
+    assert answer == 5
+    assert threads == [threading.get_ident()]
+    assert not stand_ins
 
 
 @pytest.mark.parametrize("how", ["timeout", "Ctrl-C"])

@@ -113,7 +113,8 @@ class LaneEnd(StandIns):
             TimeoutError: not in time, or it is over.
             EOFError, OSError, ProtocolError: the lane is of no more use.
         """
-        habit = parcel.habit
+        # Who has something to do meanwhile does it itself, and is not called back.
+        habit = parcel.habit if parcel.meanwhile is None else None
         is_expected = question.depth in habit if habit else False
         if not (is_expected and self._call_stand_in(question, parcel, spin)):
             parcel.was_sent()
