@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autograd_world import Autograds, Said, autograds, doubles
 from gradwire.autograd import messages
+from gradwire.autograd.direct import DirectPasses
 from gradwire.autograd.messages import Direct, Step
 from gradwire.errors import GradwireError
 
@@ -119,20 +120,43 @@ def test_what_is_used_besides_is_not_passed_by() -> None:
         close(world[1].get_gradients(context), {x: gx})
 
 
-def test_leaves_that_came_back_have_gradients_of_their_own() -> None:
+JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "sum": lambda a, b: a + b,
+    "sum of views": lambda a, b: a.view(-1) + b.view(-1),
+    "one after the other": lambda a, b: torch.cat([a, b]),
+}
+
+
+@pytest.mark.parametrize("over", [0, 1])  # another worker, or itself
+@pytest.mark.parametrize("how", JOINED)
+@pytest.mark.parametrize("is_leaf", [False, True])
+@pytest.mark.parametrize("is_direct", [False, True])
+def test_what_came_back_has_gradients_of_its_own(
+    over: int,
+    how: str,
+    is_leaf: bool,
+    is_direct: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    join = JOINED[how]
+    if not is_direct:
+        monkeypatch.setattr(DirectPasses, "lead", lambda *_: None)
     with autograds(2) as world, world[0].context() as context:
-        x, y = doubles(3), doubles(3)
-        back = [
-            world.transfer(0, 1, context, world.transfer(1, 0, context, [leaf]))[0]
-            for leaf in (x, y)
-        ]
-        (home,) = world.transfer(1, 0, context, [back[0] + back[1]])
-        world[0].backward(context, [home.sum()])
+        x, y = doubles(2, 2), doubles(2, 2)
+        back = []
+        for each in (x, y):
+            sent = each if is_leaf else each.clone()
+            came = world.transfer(1, over, context, [sent])
+            back += world.transfer(over, 1, context, came)
+        (home,) = world.transfer(1, 0, context, [join(*back)])
+        world[0].backward(context, [(home * home).sum()])
         found = world[1].get_gradients(context)
-        close(found, {x: torch.ones_like(x), y: torch.ones_like(y)})
-        found[x].mul_(7)
-        close(found[y], torch.ones_like(y))
+        local = (join(x, y) * join(x, y)).sum()
+        expected = dict(zip((x, y), torch.autograd.grad(local, [x, y]), strict=True))
+        close(found, expected)
         assert found[x].is_contiguous()
+        found[x].mul_(7)
+        close(found[y], expected[y])
 
 
 def test_each_pass_takes_them() -> None:

@@ -6,6 +6,7 @@ The workers live in this process; the sockets between them are real. `A` calls w
 
 import random
 import signal
+import sys
 import threading
 import time
 from collections import defaultdict
@@ -604,6 +605,30 @@ def test_a_stand_in_that_is_late_is_not_waited_for(
     assert len(two[0]._transport._out[1]._lanes) == 1
 
 
+@pytest.mark.parametrize("step", ["_has_role", "_pass_role"])
+def test_ctrl_c_while_a_stand_in_is_dismissed_leaves_nothing_behind(
+    two: list[Worker], monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    have_stand_ins(monkeypatch)
+    hold_back_stand_ins(monkeypatch, lambda task: None)
+    real, lanes = getattr(LaneEnd, step), []
+
+    def interrupted(lane: LaneEnd, who: object) -> Any:
+        dismissing = sys._getframe(1).f_code.co_name == "_dismiss_stand_in"
+        if dismissing and not lanes:
+            lanes.append(lane)
+            raise KeyboardInterrupt
+        return real(lane, who)
+
+    monkeypatch.setattr(LaneEnd, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        two[0].rpc_sync("worker1", call_back_later)
+    monkeypatch.undo()
+    GATES["later"].opened.set()
+    wait_until(lambda: SEEN.get("later") == 3, limit=SOON)
+    wait_until(lambda: lanes[0].fileno() < 0, limit=SOON)
+
+
 def test_without_more_threads_there_is_no_stand_in(
     two: list[Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -643,8 +668,7 @@ def test_who_leaves_while_its_stand_in_looks_leaves_nothing_behind(
     def stand_in(lane: LaneEnd, question: Question, duty: Any) -> None:
         if not lanes:  # the first has begun, and takes long
             lanes.append(lane)
-            parcel = duty[0]
-            parcel.afterwards = (gate,)
+            duty.parcel.afterwards = (gate,)
         real(lane, question, duty)
 
     def leave() -> None:
@@ -682,7 +706,7 @@ def test_a_stand_in_that_fails_keeps_nobody_waiting(
     def stand_in(lane: LaneEnd, question: Question, duty: Any) -> None:
         if not failed:
             failed.append(lane)
-            duty[0].afterwards = (fail,)
+            duty.parcel.afterwards = (fail,)
         real(lane, question, duty)
 
     monkeypatch.setattr(LaneEnd, "_stand_in", stand_in)
@@ -804,6 +828,28 @@ def test_threads_go_when_there_is_nothing_to_do(
     wait_until(lambda: not threads._idle)
     wait_until(lambda: "host" not in {t.name for t in threading.enumerate()})
     run_all(threads, 1)
+    threads.close()
+
+
+@pytest.mark.parametrize("step", ["give", "ring"])
+def test_ctrl_c_while_a_task_is_given_loses_no_thread(
+    monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    monkeypatch.setattr(hosts, "_IDLE", MOMENT)
+    threads, done = Hosts(start), threading.Event()
+    run_all(threads, 1)
+    (host,) = threads._idle
+
+    def interrupted(*_: Any) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host if step == "give" else host.bell, step, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        threads.run(done.set)
+    if step == "ring":
+        assert done.wait(SOON)  # it was given, and is found
+    is_over = [t for t in threading.enumerate() if t.name == "host"]
+    wait_until(lambda: not any(t.is_alive() for t in is_over), limit=SOON)
     threads.close()
 
 

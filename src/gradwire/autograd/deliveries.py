@@ -45,6 +45,11 @@ def bare(gradients: Gradients) -> Gradients | None:
     return gradients if is_any else None
 
 
+def copied(gradients: Sequence[Tensor | None]) -> Gradients:
+    """With memory of their own, as they would have if they had come by a message."""
+    return tuple([None if g is None else g.clone() for g in gradients])
+
+
 def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
     """The gradients of a delivery.
 

@@ -78,6 +78,9 @@ class Mail:
         if delivery is None:
             with self.lock:
                 return list(progress.came_empty(recv.id))
+        if to == self._desk.me:
+            number, plain, link, linked = delivery
+            delivery = number, deliveries.copied(plain), link, linked
         with self.lock:
             progress.left(recv.id)
             if to == self._desk.me:

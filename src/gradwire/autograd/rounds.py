@@ -14,7 +14,7 @@ from ..errors import CallTimeout, ProtocolError
 from ..rpc.futures import CallFuture
 from . import deliveries, messages
 from .contexts import Context, unknown
-from .deliveries import bare
+from .deliveries import bare, copied
 from .desk import Desk
 from .engine import call
 from .gradients import keep, look_at
@@ -137,14 +137,7 @@ class Round:
                 elif number not in given:  # or it came twice
                     given[number] = None
                     gradients = [*gradients]  # nobody else has them now
-                    if isinstance(strand, BareStrand):
-                        strand = self._keep(strand, gradients, is_fresh=is_fresh)
-                    if strand is None:
-                        continue
-                    if strand.passes_on():
-                        self._see_off(strand.recvs, tuple(gradients))
-                    else:
-                        self.run(strand, strand.ends(gradients), gradients)
+                    self._run_strand(strand, gradients, is_fresh=is_fresh)
             elif self._back:
                 sender, arrived, self._back = self._asker, [*self._back], ()
                 is_fresh = False
@@ -155,14 +148,24 @@ class Round:
                 return
         self._stop()
 
-    def _keep(
-        self, strand: BareStrand, gradients: list[Tensor | None], *, is_fresh: bool
-    ) -> Strand | None:
-        """As `BareStrand.keep`; the gradients came by a message, if they are fresh."""
-        ahead = self._ahead.get(strand.crossing.id) or strand.look_ahead()
+    def _run_strand(
+        self,
+        strand: Strand | BareStrand | None,
+        gradients: list[Tensor | None],
+        *,
+        is_fresh: bool,
+    ) -> None:
+        """Run a strand. Its gradients are fresh if they came by a message."""
+        if isinstance(strand, Strand) and strand.passes_on():
+            self._see_off(strand.recvs, tuple(gradients))
+            return
         if not is_fresh:  # others may have the same memory
-            ahead = ahead._replace(plain=())
-        return strand.keep(self._context, gradients, self._trip.flags, ahead)
+            gradients[:] = copied(gradients)
+        if isinstance(strand, BareStrand):
+            flags = self._trip.flags
+            strand = strand.keep(self._context, gradients, flags, self._ahead)
+        if strand is not None:
+            self.run(strand, strand.ends(gradients), gradients)
 
     def park(
         self, sender: int, number: int, gradients: Sequence[Tensor | None]

@@ -27,8 +27,7 @@ from .nodes import Crossing, Send
 class Ahead(NamedTuple):
     """What can be seen to before gradients come.
 
-    That is the leaves; and their tensors, if these are plain and get gradients with memory that
-    nobody else has.
+    That is the leaves; and their tensors, if these are plain.
     """
 
     leaves: Sequence[Leaf]
@@ -137,14 +136,16 @@ class BareStrand:
         context: Context,
         gradients: list[Tensor | None],
         flags: int,
-        ahead: Ahead,
+        ahead: Mapping[int, Ahead],
     ) -> Strand | None:
-        """Keep the gradients of the leaves; or what to run, if these have hooks.
+        """Keep the gradients of the leaves, whose memory nobody else has.
+
+        Or what to run, if the leaves have hooks.
 
         Raises:
             Exception: whatever a hook of a node behind a leaf raises.
         """
-        leaves, plain = ahead
+        leaves, plain = ahead.get(self.crossing.id) or self.look_ahead()
         if plain and not flags & ACCUMULATE:
             keep_fresh(context, plain, gradients)
         elif not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:

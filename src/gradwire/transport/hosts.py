@@ -24,19 +24,21 @@ class Hosts:
 
     def run(self, task: Task) -> None:
         """Run `task` at once, in a thread of its own."""
-        try:
-            host = self._idle.pop()
-        except IndexError:
-            host = _Host()
-            host.task = task
+        while True:
             try:
-                self._start(lambda: self._be(host))
-            except Exception:  # no more threads; and not Ctrl-C: it may have started
-                host.close()
-                raise
-        else:
-            host.task = task
-            host.bell.ring()
+                host = self._idle.pop()
+            except IndexError:
+                break
+            if host.give(task):
+                host.bell.ring()
+                return
+        host = _Host()
+        host.give(task)
+        try:
+            self._start(lambda: self._be(host))
+        except Exception:  # no more threads; and not Ctrl-C: it may have started
+            host.close()
+            raise
 
     def close(self) -> None:
         """Let the threads end; those inside a task end after it."""
@@ -46,36 +48,45 @@ class Hosts:
 
     def _be(self, host: _Host) -> None:
         try:
-            while (task := host.task) is not None:
-                host.task = None
+            while (task := host.take()) is not None:
                 task()
                 del task  # what it holds must not live until the next one
-                if not self._is_wanted(host):
-                    return
+                self._await_task(host)
         finally:
             host.close()  # nobody has it any more, to ring it
 
-    def _is_wanted(self, host: _Host) -> bool:
-        """Wait for the next task; False if none comes for a while."""
+    def _await_task(self, host: _Host) -> None:
+        """Wait for the next task, for a while."""
+        host.given = {}
         self._idle.append(host)
-        if not self._closed and host.bell.wait(_IDLE):
-            return True
+        if not self._closed:
+            host.bell.wait(_IDLE)
         try:
             self._idle.remove(host)
         except ValueError:
-            return host.bell.wait(None)  # rung just now: there is a task, or it is over
-        return False
+            pass  # whoever took it gives it a task; unless that was interrupted
 
 
 class _Host:
-    """What such a thread has to do next; None: nothing."""
+    """Such a thread."""
 
     def __init__(self) -> None:
-        self.task: Task | None = None
+        self.given: dict[str, Task | None] = {}  # the next task; None: it is to end
         try:
             self.bell: Bell | _QuickBell = _QuickBell()
         except (AttributeError, OSError):  # not on this system, or out of descriptors
             self.bell = Bell()
+
+    def give(self, task: Task) -> bool:
+        """Have a task run; False: it is ending. In a single step, and so is `take`."""
+        return self.given.setdefault("task", task) is task
+
+    def take(self) -> Task | None:
+        """The task; None: there was none, and there will be none."""
+        task = self.given.setdefault("task", None)
+        if task is not None:
+            self.given = {"task": None}
+        return task
 
     def close(self) -> None:
         if isinstance(self.bell, _QuickBell):

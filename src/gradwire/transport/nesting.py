@@ -40,7 +40,7 @@ from ..wire.frames import Frame, Parcel
 from .base import IsOver
 from .questions import ANSWERS, MOMENT, Limit, Question, here
 from .spin import Spin
-from .stand_ins import ALONE, StandIns
+from .stand_ins import ALONE, Duty, StandIns
 from .station import BROKEN, Station
 from .streams import Stream
 
@@ -62,7 +62,7 @@ class LaneEnd(StandIns):
     @property
     def is_settled(self) -> bool:
         """Whether nothing more is to come from either side."""
-        return not (self._owed or self._jobs or self._error)
+        return not (self._owed or self._jobs or self._stand_ins or self._error)
 
     # Asking
 
@@ -264,9 +264,23 @@ class LaneEnd(StandIns):
             self._jobs -= 1
             if asker is not None:
                 asker.jobs -= 1
-            is_last = self._over and not self._jobs
+            is_last = self._over and not self._is_used
         if asker is not None:
             asker.bell.ring()
+        self._see_whether_over(is_last=is_last)
+
+    def _stood_in(self, duty: Duty) -> None:
+        with self._lock:
+            self._stand_ins.discard(duty)
+            is_last = self._over and not self._is_used
+        self._see_whether_over(is_last=is_last)
+
+    @property
+    def _is_used(self) -> bool:
+        """Whether threads use the lane besides those that ask by it; with the lock."""
+        return self._jobs > 0 or bool(self._stand_ins)
+
+    def _see_whether_over(self, *, is_last: bool) -> None:
         if is_last:
             self._free()
         elif self._unattended:
@@ -300,9 +314,9 @@ class LaneEnd(StandIns):
         """End it, and free it when the last job has ended. Nobody else is here any more."""
         with self._lock:
             self._over = True
-            has_jobs = self._jobs > 0
+            is_used = self._is_used
         self.hang_up()
-        if not has_jobs:
+        if not is_used:
             self._free()
 
     def _free(self) -> None:

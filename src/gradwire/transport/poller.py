@@ -42,9 +42,12 @@ class _Epoll:
         events = select.EPOLLIN | select.EPOLLONESHOT
         if fd in self._known:
             self._epoll.modify(fd, events)
-        else:
+            return
+        try:
             self._epoll.register(fd, events)
-            self._known.add(fd)
+        except FileExistsError:  # a Ctrl-C came just here, the last time
+            self._epoll.modify(fd, events)
+        self._known.add(fd)
 
     def disarm(self, fd: int) -> None:
         self._epoll.modify(fd, select.EPOLLONESHOT)

@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from ..threads import Bell
-from ..wire.frames import Frame, Parcel
+from ..wire.frames import Frame
 from ..wire.messages import FAILURE, RESULT
 from .base import NAP, IsOver
 
@@ -26,8 +26,7 @@ class Question:
     answer: Frame | None = None
     jobs = 0  # requests that came while it read, and are being run
     was_called_back = False  # there was such a request
-    duty: list[Parcel] | None = None
-    """What was sent, while its stand-in has not begun; empty while that looks; then None."""
+    duty: Any = None  # of its stand-in, until that has looked or is dismissed
 
     def __init__(self) -> None:
         self.depth = here.depth

@@ -26,6 +26,20 @@ ALONE = 3
 """Times as long a look for one that waits for a frame and nothing else."""
 
 
+class Duty:
+    """What a stand-in is called for. It, or who asked, does it: whoever claims it first."""
+
+    __slots__ = ("_claims", "parcel")
+
+    def __init__(self, parcel: Parcel) -> None:
+        self.parcel = parcel
+        self._claims: dict[str, object] = {}
+
+    def claim(self, who: object) -> bool:
+        """Whether it is this one's. In a single step, and may be repeated."""
+        return self._claims.setdefault("by", who) is who
+
+
 class StandIns(Turns):
     """How one end of a lane has stand-ins."""
 
@@ -37,9 +51,8 @@ class StandIns(Turns):
             return False
         if not self._has_role(question):
             return False
-        with self._lock:
-            self._jobs += 1  # the lane is there until it has looked
-            duty = question.duty = [parcel]
+        duty = question.duty = Duty(parcel)
+        self._stand_ins.add(duty)
         self._pass_role(duty)
         try:
             self._station.hosts.run(partial(self._stand_in, question, duty))
@@ -49,28 +62,25 @@ class StandIns(Turns):
         return True
 
     def _dismiss_stand_in(self, question: Question) -> None:
-        """If there is a stand-in that has not begun, it never will; the role is the asker's."""
+        """If there is a stand-in that has not begun, it never will; the role is the asker's.
+
+        A Ctrl-C may cut this short: then it is done again.
+        """
         duty = question.duty
-        if duty is None:
-            return
-        try:
-            duty.pop()
-        except IndexError:
-            return  # it looks, and lets go of the role soon
+        if duty is None or not duty.claim(question):
+            return  # there is none, or it looks, and lets go of the role soon
         if self._has_role(duty):
             self._pass_role(question)
+        self._stand_ins.discard(duty)
         question.duty = None
-        self._job_ended(None)
 
-    def _stand_in(self, question: Question, duty: list[Parcel]) -> None:
+    def _stand_in(self, question: Question, duty: Duty) -> None:
         """In a thread for it alone: look for what comes, for a short while, and run it."""
-        try:
-            parcel = duty.pop()
-        except IndexError:
+        if not duty.claim(self):
             return  # it was dismissed
         requests: list[Frame] = []
         try:
-            parcel.was_sent()
+            duty.parcel.was_sent()
             self._stream.look(self._station.spin, ALONE)
             requests = self._take_in(question)
         except BaseException as error:
@@ -80,7 +90,7 @@ class StandIns(Turns):
         finally:
             self._let_go()
             question.duty = None
-            self._job_ended(None)
+            self._stood_in(duty)
             if question.answer is not None or not requests:
                 question.bell.ring()
         if requests:
@@ -96,5 +106,6 @@ class StandIns(Turns):
         """In a thread for it alone: run a request and answer it."""
         raise NotImplementedError
 
-    def _job_ended(self, asker: Question | None) -> None:
+    def _stood_in(self, duty: Duty) -> None:
+        """A stand-in does not use the lane any more."""
         raise NotImplementedError

@@ -30,6 +30,7 @@ class Turns:
         self._questions: dict[int, Question] = {}
         self._owed: set[int] = set()  # questions given up, not yet answered
         self._jobs = 0  # requests that are being run
+        self._stand_ins: set[object] = set()  # that look, or will
         self._resting = 0  # threads that wait without reading, for long
         self._tangled = False
         self._watched = False  # by the poller
