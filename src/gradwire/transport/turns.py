@@ -1,7 +1,7 @@
 """Whose turn it is to read at one end of a lane: one thread's, or the poller's if there is none.
 
 Who reads has the *role*. It hands out the answers, also those of others, and has requests started.
-To take the role and to know who has it is one step, so that a Ctrl-C loses nothing.
+To take the role and to know who has it is one step, so that a Ctrl-C does not leave it to nobody.
 """
 
 from __future__ import annotations
