@@ -154,6 +154,41 @@ def test_some_of_what_came_is_sent_on_in_any_order(order: tuple[int, ...]) -> No
         close(world[0].get_gradients(context), expected)
 
 
+def test_the_gradient_of_a_root_is_its_own() -> None:
+    with autograds(2) as world:
+        x = torch.ones(3, requires_grad=True)
+        for spoil in (False, True, True, False):
+            with world[0].context() as context:
+                loss = there_and_back(world, context, x, torch.sin).sum()
+                if spoil:
+                    loss.register_hook(lambda gradient: gradient.data.mul_(7))
+                world[0].backward(context, [loss])
+                factor = 7 if spoil else 1
+                expected = {x: factor * torch.cos(x.detach())}
+                close(world[0].get_gradients(context), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_the_gradient_of_a_root_is_like_it(
+    dtype: torch.dtype, shape: tuple[int, ...]
+) -> None:
+    root = torch.full(shape, 5.0, dtype=dtype)
+    engine.make_ones_ahead()
+    found = [engine.ones_for(root) for _ in range(3)]
+    for each in found:
+        close(each, torch.ones_like(root), rtol=0, atol=0)
+    assert len({each.data_ptr() for each in found}) == 3
+
+
+def test_no_gradient_of_a_root_is_made_ahead_where_someone_watches() -> None:
+    engine._ahead.clear()
+    with torch.inference_mode():
+        engine.make_ones_ahead()
+    assert not engine._ahead
+    assert not engine.ones_for(torch.ones(())).is_inference()
+
+
 def test_back_and_forth_takes_a_message_for_each_time() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = Said(world)

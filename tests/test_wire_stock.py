@@ -97,7 +97,7 @@ def test_nothing_is_made_ahead_for_what_came_once(codec: Codec) -> None:
     opened(codec, A)
     send_something(codec)
     assert not codec._stock._ready
-    assert not codec._stock._wanted
+    assert not codec._stock.wanted
 
 
 def test_little_is_kept(codec: Codec) -> None:
@@ -236,7 +236,7 @@ def test_what_is_wanted_is_bounded_where_nothing_is_made(codec: Codec) -> None:
     with torch.inference_mode():
         for length in range(200):
             made_ahead(codec, torch.ones(length))
-    assert len(codec._stock._wanted) <= 64
+    assert len(codec._stock.wanted) <= 64
 
 
 def test_gradients_in_packets_have_no_history(codec: Codec) -> None:

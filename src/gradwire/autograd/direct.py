@@ -24,12 +24,12 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..errors import GradwireError
 from .contexts import Context, Contexts, unknown
 from .desk import Desk
+from .engine import ones_for
 from .failures import describe
 from .messages import (
     ACCUMULATE,
@@ -72,7 +72,7 @@ class DirectPasses:
         context.records[number] = record
         current = Round(self._desk, context, record, trip)
         try:
-            current.run(reach, (*roots,), [*map(torch.ones_like, roots)])
+            current.run(reach, (*roots,), [*map(ones_for, roots)])
             current.follow(-1, [])
         except Failing as error:
             current.abandon(error.failed)

@@ -21,11 +21,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
+from ..wire.watched import is_watched
 from . import gates
 from .graph import Segment
 from .messages import CREATE, QUIET, RETAIN
 from .nodes import TOKEN, Crossing, Gradients, Run, here
 
+_USUAL = torch.float32
+_ahead: list[Tensor] = []  # gradients of roots to come, each for one
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 _KEEPS_GRAPH = RETAIN | CREATE
 _run_backward: Callable[..., Gradients] = (
@@ -63,8 +66,27 @@ class Found(NamedTuple):
     recvs: Sequence[tuple[Crossing, Gradients]] = ()
 
 
+def ones_for(root: Tensor) -> Tensor:
+    """The gradient of a root with respect to itself."""
+    is_usual = type(root) is Tensor and root.dtype is _USUAL and root.is_cpu
+    if is_usual and not root.shape:
+        try:
+            return _ahead.pop()
+        except IndexError:
+            pass
+    return torch.ones_like(root)
+
+
+def make_ones_ahead() -> None:
+    """Make the gradient of a usual root to come, while there is time."""
+    if not _ahead and not is_watched():
+        ones = torch.ones((), dtype=_USUAL, device="cpu")
+        if type(ones) is Tensor:
+            _ahead.append(ones)
+
+
 def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
-    return torch.ones_like(root) if gradient is None else gradient
+    return ones_for(root) if gradient is None else gradient
 
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from . import deliveries, messages
 from .contexts import Context, unknown
 from .deliveries import bare, copied
 from .desk import Desk
-from .engine import call
+from .engine import call, make_ones_ahead
 from .gradients import keep, look_at
 from .messages import NO_SHORTCUTS, Failed, Plain, Shortcuts, Trip
 from .nodes import Crossing, Gradients
@@ -234,6 +234,7 @@ class Round:
 
     def _look_ahead(self) -> None:
         """Do what can be done while others are at work."""
+        make_ones_ahead()
         bare = self._record.strands.bare()
         if len(bare) > _MOST_AHEAD:
             return  # most of them may have no part in this pass

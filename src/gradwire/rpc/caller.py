@@ -257,8 +257,9 @@ class Caller:
         timeout: float | None,
         is_over: Callable[[], bool] | None = None,
     ) -> Any:
-        seconds = self._seconds(timeout)
-        self._held.flush(peer.id)
+        seconds = self._default_timeout if timeout is None else self._seconds(timeout)
+        if self._held.requests:
+            self._held.flush(peer.id)
         with self._lock:
             self._exchanges += 1
             number = self._exchanges

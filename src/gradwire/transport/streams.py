@@ -69,8 +69,10 @@ class Stream:
 
     def cease(self) -> bool:
         """Expect nothing any more; whether something came by now, and is taken in."""
-        reader = self.reader
-        return reader.inbox is not None and reader.open_letter(reader.inbox.end())
+        if self.reader.inbox is None:
+            return False
+        letter = self.reader.inbox.end()
+        return letter is not None and self.reader.open_letter(letter)
 
     def may_look(self, spin: Spin) -> bool:
         """Whether it pays to look."""

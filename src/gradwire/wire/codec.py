@@ -201,7 +201,8 @@ class Codec:
             return self._general(kind, (fields,) if kind == RESULT else fields, manner)
         if len(parcel.body) > self._limits.body or parcel.bulk_length:
             parcel.check(self._limits)
-        self._stock.refill_after(parcel)
+        if self._stock.wanted:
+            parcel.afterwards += (self._stock.refill,)
         return parcel
 
     def open(self, frame: Frame, sender: int = -1) -> Any:
@@ -309,7 +310,8 @@ class Codec:
         parcel.habit = known.habit
         if context:
             self._recorder.leaving(context, manner.to, parcel, known.pick(values))
-        self._stock.refill_after(parcel)
+        if self._stock.wanted:
+            parcel.afterwards += (self._stock.refill,)
         return parcel
 
     def _general(

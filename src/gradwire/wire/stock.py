@@ -19,7 +19,7 @@ from torch import Tensor
 
 from . import memory
 from .cargo import NoRecorder, Recorder
-from .frames import Frame, Parcel
+from .frames import Frame
 from .watched import is_in_mode, is_watched
 
 _FEW, _FEW_BYTES = 8, 4096  # tensors of a message that are made ahead
@@ -122,9 +122,8 @@ class Stock:
 
     def __init__(self) -> None:
         self.recorder: Recorder = NoRecorder()
-        self._wanted: dict[
-            Small, None
-        ] = {}  # of what some were used, or could have been
+        self.wanted: dict[Small, None] = {}
+        """Of what some were used, or could have been: to be made by `refill`."""
         self._ready: dict[Small, Blanks] = {}
 
     def make(self, small: Small, raws: Sequence[bytes], frame: Frame) -> list[Tensor]:
@@ -134,26 +133,21 @@ class Stock:
             TypeError, RuntimeError: as `Small.make`.
         """
         if small.is_usual and (not small.traced or (frame.mark and frame.scope)):
-            if len(self._wanted) < _MOST:
-                self._wanted[small] = None
+            if len(self.wanted) < _MOST:
+                self.wanted[small] = None
             blanks = self._ready.pop(small, None)
             if blanks is not None and not is_in_mode():
                 frame.history = blanks.history
                 return blanks.fill(raws)
         return small.make(raws)
 
-    def refill_after(self, parcel: Parcel) -> None:
-        """Make what is wanted when this has been sent."""
-        if self._wanted:
-            parcel.afterwards += (self.refill,)
-
     def refill(self) -> None:
         """Make what is wanted. Never raises: it is done beside something else."""
         if is_watched():
             return
-        while self._wanted:
+        while self.wanted:
             try:
-                small, _ = self._wanted.popitem()
+                small, _ = self.wanted.popitem()
                 blanks = small.blanks(self.recorder)
             except Exception:  # noqa: BLE001 a mode; or another thread took the last
                 continue
