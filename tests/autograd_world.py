@@ -141,3 +141,19 @@ class Raises(Function):
 
 def doubles(*shape: int) -> Tensor:
     return torch.rand(*shape, dtype=torch.float64, requires_grad=True)
+
+
+def weighted(tensors: Sequence[Tensor]) -> Tensor:
+    """A sum in which each of them counts differently."""
+    return torch.stack(
+        [(5 * i + 1) * each.sum() for i, each in enumerate(tensors)]
+    ).sum()
+
+
+def gradients_of_weighted(
+    values: Sequence[Tensor], order: Sequence[int], leaves: Sequence[Tensor]
+) -> dict[Tensor, Tensor]:
+    """The gradients of values in some order; each is that of one of the leaves."""
+    known = [leaf for i, leaf in enumerate(leaves) if i in order]
+    found = torch.autograd.grad(weighted([values[i] for i in order]), known)
+    return dict(zip(known, found, strict=True))
