@@ -206,6 +206,26 @@ def test_what_is_parked_behind_one_goes_on_by_the_protocol(taken: list[int]) -> 
         assert world.passes() == 0
 
 
+@pytest.mark.parametrize("over", [0, 1])  # another worker, or itself
+def test_what_is_parked_behind_one_has_gradients_of_its_own(over: int) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        leaves = [doubles(2, 2), doubles(2, 2)]
+        back = []
+        for leaf in leaves:
+            h = leaf.view(-1)
+            came = world.transfer(1, over, context, [h])
+            world.transfer(1, 0, context, [h * 3])  # so they share a node
+            back += world.transfer(over, 1, context, came)
+        (home,) = world.transfer(1, 0, context, [back[0] + back[1]])
+        world[0].backward(context, [(home * home).sum()])
+        found = world[1].get_gradients(context)
+        x, y = leaves
+        expected = (2 * (x + y)).detach()
+        close(found, {x: expected, y: expected})
+        found[x].mul_(7)
+        close(found[y], expected)
+
+
 def test_an_error_behind_one_is_told(taken: list[int]) -> None:
     with autograds(2) as world, world[0].context() as context:
         value, _ = relay(world, context, Unhappy.apply(doubles(3)))

@@ -133,7 +133,8 @@ class Round:
                 number, gradients = arrived.pop()
                 strand = record.strands.get(number, sender, len(gradients))
                 if strand is None:
-                    self.park(sender, number, gradients)
+                    parked = gradients if is_fresh else copied(gradients)
+                    self.park(sender, number, parked)
                 elif number not in given:  # or it came twice
                     given[number] = None
                     gradients = [*gradients]  # nobody else has them now
