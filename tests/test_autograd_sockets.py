@@ -1,6 +1,7 @@
 """Distributed autograd over real sockets: lanes, channels and shared memory, and workers that go.
 
-The same as in `test_autograd_calls.py`, where it matters how messages travel and who reads them.
+The same as in `test_autograd_calls.py` and `test_autograd_flows.py`, where it matters how messages
+travel and who reads them.
 """
 
 import asyncio
