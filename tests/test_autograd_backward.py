@@ -13,6 +13,7 @@ from torch.autograd import Function
 from autograd_world import (
     ENOUGH,
     Autograds,
+    Gate,
     Raises,
     autograds,
     doubles,
@@ -400,23 +401,6 @@ def test_a_context_released_during_a_pass_is_an_error() -> None:
         with pytest.raises(RuntimeError, match="Could not find autograd context"):
             world[0].backward(context, [y.sum()])
         world.until(lambda: world.passes() == 0 and world.contexts() == 0)
-
-
-class Gate:
-    """A backward that waits until told to go on."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.open = threading.Event()
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        def hook(gradient: Tensor) -> None:
-            self.entered.set()
-            assert self.open.wait(ENOUGH)
-
-        made = tensor * 1
-        made.register_hook(hook)
-        return made
 
 
 def test_a_pass_under_way_is_counted() -> None:

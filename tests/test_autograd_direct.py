@@ -22,6 +22,7 @@ from autograd_world import (
 )
 from gradwire.autograd import deliveries, engine, messages, replicas, rounds
 from gradwire.autograd.contexts import Context
+from gradwire.autograd.failures import describe
 from gradwire.autograd.messages import Abort, Direct, Step
 from gradwire.autograd.recording import look_at_graph
 from gradwire.autograd.rounds import Record
@@ -508,7 +509,8 @@ def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:
         there_and_back(world, context, x * 2, lambda t: t * w)
         (there,) = world[1].contexts
         (number,) = there.sends
-        world[1]._on_abort(0, Abort(context, 77, messages.pack(messages.Done())))
+        failed = describe(ValueError("no"), 0, pickles=False)
+        world[1]._on_abort(0, Abort(context, 77, messages.pack(failed)))
         trip = messages.Trip(context, 77, 0, 77)
         late = messages.direct(trip, [(number, [torch.ones_like(x)])])
         assert world[1]._direct.answer(0, late) is None

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
-from autograd_world import ENOUGH, Raises, doubles
+from autograd_world import ENOUGH, Gate, Raises, doubles
 from calls_world import held, holding, meanwhile
 from gradwire.api import current_worker, enter
 from gradwire.autograd import recording
@@ -369,27 +369,25 @@ def test_a_worker_that_vanished(workers: Workers) -> None:
         see_gradients(workers[:2], ctx, local, [[x], [weights["worker1"]]])
 
 
-class Gate:
-    """Where a backward waits."""
-
-    def __init__(self) -> None:
-        self.entered = threading.Event()
-        self.open = threading.Event()
-
-
 _gates: list[Gate] = []
 
 
 def weigh_gated(x: Tensor) -> Tensor:
     (gate,) = _gates
+    return gate(weigh(x))
 
-    def hook(gradient: Tensor) -> None:
-        gate.entered.set()
-        assert gate.open.wait(ENOUGH)
 
-    result = weigh(x)
-    result.register_hook(hook)
-    return result
+@pytest.mark.parametrize("is_residual", [False, True])
+def test_a_pass_that_is_stuck_ends_in_time(workers: Workers, is_residual: bool) -> None:
+    gate = Gate()
+    _gates[:] = [gate]
+    with gw.context() as ctx:
+        x = doubles(3)
+        y = gw.rpc_sync("worker1", weigh, (x,))
+        z = gw.rpc_sync("worker2", weigh_gated, (y,))
+        with pytest.raises(gw.BackwardTimeout):
+            gw.backward(ctx, [(z * y if is_residual else z).sum()], timeout=0.05)
+        gate.open.set()
 
 
 def test_a_worker_that_vanishes_in_a_pass(workers: Workers) -> None:

@@ -362,8 +362,8 @@ def test_all_wait_at_the_end_for_calls_started_by_calls(seed: int | None) -> Non
 class HeldTimeout(float):
     """Looking at it takes as long as it is held: a call that is slow to get going."""
 
-    def __lt__(self, other: object) -> bool:
-        return bool(held(False))
+    def __ge__(self, other: object) -> bool:
+        return bool(held(True))
 
 
 def start_slowly() -> None:

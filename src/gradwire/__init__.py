@@ -27,6 +27,7 @@ from .api import (
 from .checkpoint import load, save
 from .errors import (
     AuthenticationError,
+    BackwardTimeout,
     CallTimeout,
     ClosedError,
     GradwireError,
@@ -48,6 +49,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AuthenticationError",
+    "BackwardTimeout",
     "CallTimeout",
     "ClosedError",
     "DistributedOptimizer",

@@ -214,17 +214,21 @@ def backward(
     *,
     create_graph: bool = False,
     accumulate: bool = False,
+    timeout: float | None = None,
 ) -> None:
     """Run one backward pass from these losses, through all workers of a context.
 
     The gradients are kept in the context, on the worker that has the leaf (`get_gradients`), and
     those of several passes add up. With `accumulate` they are also added to `.grad` there. With
-    `create_graph` they can be differentiated again.
+    `create_graph` they can be differentiated again. It may take its time, unless it is given a
+    `timeout` in seconds.
 
     Raises:
         GradwireError: something is wrong with the arguments, or a backward failed on some worker:
-            then `Error on Node N: ...`, with the error there as its cause.
+            then `Error on Node N: ...`, with the error there as its cause. What was computed until
+            then stays in the context.
         WorkerLostError: a worker of the context is gone.
+        BackwardTimeout: it did not end in time, and was ended on all workers.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> with context() as ctx:
@@ -240,6 +244,7 @@ def backward(
         retain_graph,
         create_graph=create_graph,
         accumulate=accumulate,
+        timeout=timeout,
     )
 
 
@@ -261,17 +266,18 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
 
 def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
     context_id: int,
-    outputs: Sequence[Tensor],
-    inputs: Sequence[Tensor],
-    grad_outputs: Sequence[Tensor | None] | None = None,
+    outputs: Tensor | Sequence[Tensor],
+    inputs: Tensor | Sequence[Tensor],
+    grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
     *,
     retain_graph: bool | None = None,
     create_graph: bool = False,
     allow_unused: bool = False,
+    timeout: float | None = None,
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `outputs` by `inputs`, both of this worker, along all paths over workers.
 
-    As `torch.autograd.grad`: nothing is kept in the context.
+    As `torch.autograd.grad`: nothing is kept in the context. Raises what `backward` does.
 
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> with context() as ctx:
@@ -289,6 +295,7 @@ def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         retain_graph=retain_graph,
         create_graph=create_graph,
         allow_unused=allow_unused,
+        timeout=timeout,
     )
 
 

@@ -5,6 +5,7 @@ GradwireError                 (a RuntimeError, so that code written for torch's 
 ├── NotAllowedError           you: the other worker does not let this be called, or sent
 ├── WorkerLostError           the world: a worker died, left, or cannot be reached
 ├── CallTimeout               the world: no answer in time (also a TimeoutError)
+├── BackwardTimeout           the world: a backward pass did not end in time (a TimeoutError, too)
 ├── StaleReferenceError       the world: the value of a reference is gone, with who kept it alive
 ├── OwnersError               several of these at once, from several workers
 ├── ProtocolError             the other side: bytes that make no sense
@@ -53,6 +54,22 @@ class CallTimeout(GradwireError, TimeoutError):
 
     def __reduce__(self) -> tuple[type[CallTimeout], tuple[str, str, float]]:
         return type(self), (self.call, self.worker, self.seconds)
+
+
+class BackwardTimeout(GradwireError, TimeoutError):
+    """A backward pass did not end within the time given; it was ended on all workers."""
+
+    def __init__(self, context_id: int, seconds: float) -> None:
+        super().__init__(
+            f"the backward pass of context {context_id} did not end within {seconds:g} s: a "
+            "worker of it is slow, or stuck; give it more with timeout=..., or none with "
+            "timeout=0"
+        )
+        self.context_id = context_id
+        self.seconds = seconds
+
+    def __reduce__(self) -> tuple[type[BackwardTimeout], tuple[int, float]]:
+        return type(self), (self.context_id, self.seconds)
 
 
 class StaleReferenceError(GradwireError):

@@ -17,6 +17,21 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
+def check_timeout(seconds: float) -> float:
+    """A time limit that a user gave.
+
+    Raises:
+        TypeError, ValueError: it is none.
+    """
+    kind: type[Exception] = ValueError
+    try:
+        if seconds >= 0:  # not NaN either
+            return seconds
+    except TypeError:
+        kind = TypeError
+    raise kind(f"timeout={seconds!r}: give seconds, or 0 for none")
+
+
 def _flag(text: str) -> bool:
     if text.lower() in ("1", "true", "yes", "on"):
         return True

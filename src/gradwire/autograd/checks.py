@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,18 +20,130 @@ def are_usual(context_id: Any, roots: Any) -> bool:
     return bool(roots)
 
 
-def check_call(name: str, context_id: Any, tensors: Any) -> None:
-    """Refuse what no pass can be begun with.
+def check_call(context_id: Any, roots: Any) -> None:
+    """Refuse what no backward pass can be begun with.
 
     Raises:
         TypeError: the id is no number, or these are no tensors.
     """
-    is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
-    is_list = isinstance(tensors, (list, tuple))
-    if not is_id or not is_list or [t for t in tensors if not isinstance(t, Tensor)]:
+    is_list = isinstance(roots, (list, tuple))
+    if not _is_id(context_id) or not is_list or not _are_tensors(roots):
         raise TypeError(
-            f"{name}(): incompatible function arguments: give the id of a context and a "
-            f"list of tensors, not {context_id!r} and {tensors!r}"
+            "backward(): incompatible function arguments: give the id of a context and a "
+            f"list of tensors, not {context_id!r} and {roots!r}"
+        )
+
+
+def check_id(context_id: Any) -> None:
+    """Refuse what cannot be the id of a context.
+
+    Raises:
+        TypeError: it is no number.
+    """
+    if not _is_id(context_id):
+        raise TypeError(
+            f"incompatible function arguments: {context_id!r} is no id of a context, as "
+            "context() gives it"
+        )
+
+
+def _is_id(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool)
+
+
+def _are_tensors(given: Iterable[Any]) -> bool:
+    return all(isinstance(one, Tensor) for one in given)
+
+
+def as_flag(name: str, given: Any) -> bool:
+    """What was given for an option; None is no.
+
+    Raises:
+        TypeError: it is neither yes nor no.
+    """
+    if given is None or isinstance(given, bool):
+        return bool(given)
+    raise TypeError(f"{name}={given!r}: give True or False")
+
+
+def as_tensors(name: str, given: Any) -> Sequence[Tensor]:
+    """The tensors that an argument of `grad` gives: one, or a list.
+
+    Raises:
+        TypeError: they are none.
+        ValueError: the list is empty.
+    """
+    tensors = (given,) if isinstance(given, Tensor) else given
+    if not isinstance(tensors, (list, tuple)) or not _are_tensors(tensors):
+        raise TypeError(
+            f"grad(): incompatible function arguments: {name}={given!r}: give a tensor "
+            "or a list of tensors"
+        )
+    if not tensors:
+        raise ValueError(f"grad(): {name} is empty: give at least one tensor")
+    return tensors
+
+
+def as_gradients(given: Any, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    """What flows into each output: what was given, and None where that is ones.
+
+    Raises:
+        TypeError, ValueError: those given do not fit.
+        GradwireError: none is given for an output that is no scalar.
+    """
+    gradients = (given,) if isinstance(given, Tensor) else given
+    if gradients is None:
+        gradients = [None] * len(outputs)
+    if not isinstance(gradients, (list, tuple)):
+        raise TypeError(f"grad(): grad_outputs={given!r}: give a list of tensors")
+    if len(gradients) != len(outputs):
+        raise ValueError(
+            f"grad(): {len(gradients)} grad_outputs for {len(outputs)} outputs: give one "
+            "for each, None for ones"
+        )
+    for index, (gradient, output) in enumerate(zip(gradients, outputs, strict=True)):
+        if gradient is None:
+            if output.numel() != 1:
+                raise GradwireError(
+                    f"outputs[{index}], of shape {tuple(output.shape)}, is not a scalar: "
+                    "give grad_outputs"
+                )
+        elif not isinstance(gradient, Tensor):
+            raise TypeError(
+                f"grad(): grad_outputs[{index}]={gradient!r}: give a tensor, or None"
+            )
+        elif gradient.shape != output.shape:
+            raise ValueError(
+                f"grad(): grad_outputs[{index}] has shape {tuple(gradient.shape)}, "
+                f"outputs[{index}] has {tuple(output.shape)}"
+            )
+    return gradients
+
+
+def check_inputs(inputs: Sequence[Tensor]) -> None:
+    """Refuse to look for gradients where none flow.
+
+    Raises:
+        GradwireError: one of them requires none.
+    """
+    for index, tensor in enumerate(inputs):
+        if not tensor.requires_grad:
+            raise GradwireError(
+                f"inputs[{index}], of shape {tuple(tensor.shape)}, does not require grad"
+            )
+
+
+def check_used(found: Sequence[Tensor | None]) -> None:
+    """Refuse to have found nothing for an input.
+
+    Raises:
+        GradwireError: so it is.
+    """
+    unused = [index for index, gradient in enumerate(found) if gradient is None]
+    if unused:
+        raise GradwireError(
+            f"inputs[{unused[0]}] is not used to compute the outputs; if that is meant, "
+            "give allow_unused=True"
         )
 
 

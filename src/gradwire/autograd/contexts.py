@@ -212,7 +212,10 @@ class Contexts:
         """
         current = self._current.get()
         if current is not None and not current.is_released:
-            raise GradwireError("Already have an autograd context id for this thread")
+            raise GradwireError(
+                f"Already have an autograd context id for this thread: {current.id}. "
+                "Contexts do not nest: end that one first"
+            )
         number = self._numbers.next()
         context = self._contexts[number] = Context(number)
         self._current.set(context)
@@ -298,4 +301,7 @@ class Contexts:
 
 
 def unknown(number: int) -> GradwireError:
-    return GradwireError(f"Could not find autograd context with id: {number}")
+    return GradwireError(
+        f"Could not find autograd context with id: {number} (its block has ended, or no call of "
+        "it has come here)"
+    )

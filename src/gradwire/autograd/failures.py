@@ -43,6 +43,7 @@ def to_raise(failed: Failed, error: BaseException) -> BaseException:
     """What the caller of a pass gets: which worker, and the error as its cause."""
     if isinstance(error, WorkerLostError) or not isinstance(error, Exception):
         return error
-    outer = GradwireError(f"Error on Node {failed.worker}: {failed.message}")
+    text = failed.message or failed.type_name
+    outer = GradwireError(f"Error on Node {failed.worker}: {text}")
     outer.__cause__ = error
     return outer

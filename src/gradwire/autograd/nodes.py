@@ -97,7 +97,8 @@ class Crossing:
         if run is not None and run in self.runs:
             return run
         raise RuntimeError(
-            f"the node of {self!r} can only be run by a distributed backward pass"
+            f"the node of {self!r} can only be run by a distributed backward pass: use "
+            "backward(context_id, [loss]) instead of loss.backward()"
         )
 
 

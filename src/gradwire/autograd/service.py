@@ -16,17 +16,30 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
-from ..errors import GradwireError
+from ..errors import BackwardTimeout
 from ..ids import WorkerInfo
+from ..options import check_timeout
 from ..rpc.agent import Agent
 from ..rpc.futures import CallFuture
 from ..threads import Executor
 from . import anomaly
-from .checks import are_usual, check_call, check_history, check_roots
+from .checks import (
+    are_usual,
+    as_flag,
+    as_gradients,
+    as_tensors,
+    check_call,
+    check_history,
+    check_id,
+    check_inputs,
+    check_roots,
+    check_used,
+)
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .direct import DirectPasses
 from .engine import Start, is_profiled
 from .failures import describe, revive, to_raise
+from .limits import Limits
 from .messages import (
     ABORT,
     ACCUMULATE,
@@ -56,7 +69,7 @@ from .messages import (
 from .parts import Part
 from .releases import Releases
 from .rounds import Failing
-from .strands import strands_of
+from .strands import Strands, strands_of
 
 log = logging.getLogger("gradwire")
 
@@ -94,6 +107,7 @@ class Autograd:
         self._calls = calls
         self._passes = Numbers(self.me)
         self._direct = DirectPasses(self, self.contexts)
+        self._limits = Limits(executor, self._expire)
         self.releases = Releases(executor, self._say)
         calls.handle(STEP, Step, self._on_step)
         calls.handle(DIRECT, Direct, self._direct.answer)
@@ -135,8 +149,10 @@ class Autograd:
         """The gradients of this worker's leaves.
 
         Raises:
+            TypeError: that is no id.
             GradwireError: there is no such context.
         """
+        check_id(context_id)
         context = self.contexts.get(context_id)
         with context.lock:
             return dict(context.gradients)
@@ -157,6 +173,7 @@ class Autograd:
         *,
         create_graph: bool = False,
         accumulate: bool = False,
+        timeout: float | None = None,
     ) -> None:
         """Run one backward pass through all workers of a context.
 
@@ -164,17 +181,32 @@ class Autograd:
             TypeError, GradwireError: these are no roots; or "Error on Node N: ...", with what
                 went wrong there as its cause.
             WorkerLostError: a worker that is needed is gone.
+            BackwardTimeout: it did not end in time.
         """
         if not are_usual(context_id, roots):
-            check_call("backward", context_id, roots)
+            check_call(context_id, roots)
             self.contexts.get(context_id)  # PyTorch says first that there is none
             check_roots(roots)
         context = self.contexts.get(context_id)
-        flags = RETAIN * retain_graph | CREATE * create_graph | ACCUMULATE * accumulate
+        flags = 0
+        if retain_graph or create_graph or accumulate:
+            flags = RETAIN * as_flag("retain_graph", retain_graph)
+            flags |= CREATE * as_flag("create_graph", create_graph)
+            flags |= ACCUMULATE * as_flag("accumulate", accumulate)
+        seconds = _FOR_EVER if timeout is None else check_timeout(timeout)
         with context.lock:
             strands = strands_of(context)
             number, since = context.begin_pass(self._passes)
         trip = Trip(context.id, number, flags | anomaly.flags(), since)
+        if seconds == _FOR_EVER:
+            self._backward(context, trip, strands, roots)
+            return
+        with self._limits.limit(context, number, seconds):
+            self._backward(context, trip, strands, roots)
+
+    def _backward(
+        self, context: Context, trip: Trip, strands: Strands, roots: Sequence[Tensor]
+    ) -> None:
         try:
             if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
                 with record_function("torch::distributed::autograd::backward"):
@@ -189,19 +221,20 @@ class Autograd:
         except Failing as error:
             failed, cause = error.failed, error.__cause__
         finally:
-            context.led.discard(number)
+            context.led.discard(trip.number)
         raise self._error(failed, cause)
 
     def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         self,
         context_id: int,
-        outputs: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        grad_outputs: Sequence[Tensor | None] | None = None,
+        outputs: Tensor | Sequence[Tensor],
+        inputs: Tensor | Sequence[Tensor],
+        grad_outputs: Tensor | Sequence[Tensor | None] | None = None,
         *,
         retain_graph: bool | None = None,
         create_graph: bool = False,
         allow_unused: bool = False,
+        timeout: float | None = None,
     ) -> tuple[Tensor | None, ...]:
         """The gradients of `outputs` with respect to `inputs`, both of this worker.
 
@@ -209,26 +242,31 @@ class Autograd:
         kept in the context.
 
         Raises:
+            TypeError, ValueError: something is wrong with the arguments.
             GradwireError: as `backward`; or an input is not used and that is not allowed.
         """
-        check_call("grad", context_id, outputs)
-        check_call("grad", context_id, inputs)
+        check_id(context_id)
+        outputs = as_tensors("outputs", outputs)
+        inputs = as_tensors("inputs", inputs)
         context = self.contexts.get(context_id)
-        gradients = [None] * len(outputs) if grad_outputs is None else grad_outputs
-        if grad_outputs is None:
-            check_roots(outputs)
+        gradients = as_gradients(grad_outputs, outputs)
         for output in outputs:
             check_history(output)
+        check_inputs(inputs)
+        flags = QUIET | CREATE * as_flag("create_graph", create_graph)
         retain = create_graph if retain_graph is None else retain_graph
-        flags = RETAIN * retain | CREATE * create_graph | QUIET
+        flags |= RETAIN * as_flag("retain_graph", retain)
         wanted = [get_gradient_edge(tensor) for tensor in inputs]
         about = About(context.id, self._passes.next(), flags | anomaly.flags())
-        found = self._lead(context, about, Start(outputs, gradients, wanted))
-        if None in [None if g is None else 0 for g in found] and not allow_unused:
-            raise GradwireError(
-                "one of the inputs is not used to compute the outputs; if that is meant, "
-                "give allow_unused=True"
-            )
+        start = Start(outputs, gradients, wanted)
+        seconds = _FOR_EVER if timeout is None else check_timeout(timeout)
+        if seconds == _FOR_EVER:
+            found = self._lead(context, about, start)
+        else:
+            with self._limits.limit(context, about.number, seconds):
+                found = self._lead(context, about, start)
+        if not allow_unused:
+            check_used(found)
         return found
 
     def _lead(
@@ -250,6 +288,21 @@ class Autograd:
             name = self._calls.members.name(failed.worker)
             error = revive(failed, name, pickles=self.pickles)
         return to_raise(failed, error)
+
+    def _expire(self, context: Context, number: int, error: BackwardTimeout) -> None:
+        self._end(context, number, describe(error, self.me, pickles=self.pickles))
+
+    def _end(self, context: Context, number: int, failed: Failed) -> None:
+        """End a pass here, however it is run."""
+        with context.lock:
+            part = context.parts.get(number)
+            record = context.records.get(number)
+            if record is not None:
+                record.failed = record.failed or failed
+            if part is None:
+                context.ended.add(number)
+        if part is not None:
+            part.end(failed)
 
     # What parts need
 
@@ -300,17 +353,9 @@ class Autograd:
             part.ended(sender, over.outcome)
 
     def _on_abort(self, sender: int, abort: Abort) -> None:
-        context = self.contexts.arrived(abort.context)
         failed = unpack(abort.failed)
-        with context.lock:
-            part = context.parts.get(abort.number)
-            record = context.records.get(abort.number)
-            if record is not None and isinstance(failed, Failed):
-                record.failed = record.failed or failed
-            if part is None:
-                context.ended.add(abort.number)
-        if part is not None and isinstance(failed, Failed):
-            part.end(failed)
+        if isinstance(failed, Failed):
+            self._end(self.contexts.arrived(abort.context), abort.number, failed)
 
     def _on_release(self, sender: int, release: Release) -> None:
         for context_id in release.contexts:

@@ -18,7 +18,7 @@ from ..errors import (
     StaleReferenceError,
     WorkerLostError,
 )
-from ..options import Options
+from ..options import Options, check_timeout
 from ..threads import Bell, Executor
 from ..transport.base import NAP, Transport
 from ..wire.codec import Codec
@@ -257,7 +257,7 @@ class Caller:
         timeout: float | None,
         is_over: Callable[[], bool] | None = None,
     ) -> Any:
-        seconds = self._default_timeout if timeout is None else self._seconds(timeout)
+        seconds = self._default_timeout if timeout is None else check_timeout(timeout)
         if self._held.requests:
             self._held.flush(peer.id)
         with self._lock:
@@ -280,11 +280,7 @@ class Caller:
                 account(parcel.freight, arrived=arrived)
 
     def _seconds(self, timeout: float | None) -> float:
-        if timeout is None:
-            return self._default_timeout
-        if timeout < 0:
-            raise ValueError(f"timeout={timeout!r}: give seconds, or 0 for none")
-        return timeout
+        return self._default_timeout if timeout is None else check_timeout(timeout)
 
     def _request(
         self,

@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 
 from ..errors import CallTimeout, RemoteError
 from ..ids import WorkerInfo
+from ..options import check_timeout
 from ..rpc.futures import Failed, fresh_copy, keepable
 from ..threads import Bell, Executor
 from .messages import spell
@@ -84,11 +85,10 @@ class OwnedValue:
 
         Raises:
             CallTimeout: not within so many seconds; 0 is for ever.
-            ValueError: they are negative.
+            TypeError, ValueError: they are no time.
             Exception: what its making raised.
         """
-        if seconds < 0:
-            raise ValueError(f"timeout={seconds!r}: give seconds, or 0 for none")
+        check_timeout(seconds)
         if not self.is_ready:
             bell = Bell()
             self.when_ready(bell.ring)

@@ -58,6 +58,7 @@ class OutgoingLink:
         self._parting: set[CallerLane] = set()  # not used again, with something to come
         self._lock = threading.Lock()
         self._closed = False
+        self._reason: str | None = None  # why it has ended
         self._side: socket.socket | None = None
         self._pool: SegmentPool | None = None
         self._map: SegmentMap | None = None
@@ -114,7 +115,8 @@ class OutgoingLink:
             raise
         except BROKEN as error:
             self._drop(lane)
-            raise WorkerLostError(self._to.name, describe_end(error)) from error
+            reason = self._reason or describe_end(error)
+            raise WorkerLostError(self._to.name, reason) from error
         except BaseException:  # Ctrl-C: the answer will still come
             self._part_with(lane)
             raise
@@ -154,6 +156,7 @@ class OutgoingLink:
     def _channel_ended(self, reason: str | None) -> None:
         with self._lock:
             self._closed = True
+            self._reason = reason
             lanes = list(self._lanes)
             parting = list(self._parting)
         for lane in lanes:
@@ -177,7 +180,8 @@ class OutgoingLink:
         with self._lock:
             if self._closed:
                 sock.close()
-                raise WorkerLostError(self._to.name, "connection closed")
+                reason = self._reason or "connection closed"
+                raise WorkerLostError(self._to.name, reason)
             self._lanes.add(lane)
         return lane
 

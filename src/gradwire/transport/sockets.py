@@ -37,7 +37,7 @@ from .poller import Poller
 from .questions import here
 from .segments import Recycler
 from .spin import Spin
-from .station import Station
+from .station import Station, describe_end
 
 log = logging.getLogger("gradwire")
 
@@ -128,8 +128,7 @@ class SocketTransport:
         try:
             link.post(call, parcel)
         except OSError as error:
-            reason = f"connection closed ({error})"
-            raise WorkerLostError(to.name, reason) from error
+            raise WorkerLostError(to.name, describe_end(error)) from error
 
     def reply(self, to: int, call: int, parcel: Parcel) -> None:
         link = self._replies.get(to)

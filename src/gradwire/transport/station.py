@@ -51,4 +51,7 @@ def describe_end(error: BaseException) -> str:
     """Why a connection ended, for people."""
     if isinstance(error, ProtocolError):
         return f"connection closed, {error}"
-    return f"connection closed ({str(error) or type(error).__name__})"
+    text = str(error) or type(error).__name__
+    return (
+        text if text.startswith("connection closed") else f"connection closed ({text})"
+    )

@@ -1,0 +1,86 @@
+"""How long a pass may take, where whoever begins it says so.
+
+By itself a pass may take its time: it ends by its result, by an error, or with a worker that it
+needs. A worker that lives and never answers, because it is stopped or stuck in a hook, is none of
+these. Whoever leads cannot look at the clock while it waits inside torch's engine, so a pass whose
+time is up is ended from outside, like one that another worker has aborted. That is tried again
+until the pass is over, for it may just be between two ways of being run.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from ..errors import BackwardTimeout
+from ..threads import Executor
+from .contexts import Context
+
+_AGAIN = 0.02  # seconds until a pass that is still not over is ended again
+_NEVER = float("inf")
+
+
+class _Limit(NamedTuple):
+    deadline: float
+    context: Context
+    error: BackwardTimeout
+
+
+class Limits:
+    """Those of the passes that one worker leads. `end` ends a pass, if it finds it."""
+
+    def __init__(
+        self,
+        executor: Executor,
+        end: Callable[[Context, int, BackwardTimeout], None],
+    ) -> None:
+        self._executor = executor
+        self._end = end
+        self._lock = threading.Lock()
+        self._limits: dict[int, _Limit] = {}  # by number of the pass
+        self._alarm = _NEVER  # one for all: most passes are over long before
+
+    @contextmanager
+    def limit(self, context: Context, number: int, seconds: float) -> Iterator[None]:
+        """Around a pass, which is ended after so long.
+
+        Raises:
+            BackwardTimeout: it was, in place of the error it ended with.
+        """
+        error = BackwardTimeout(context.id, seconds)
+        deadline = time.monotonic() + seconds
+        with self._lock:
+            self._limits[number] = _Limit(deadline, context, error)
+            self._set_alarm(deadline)
+        try:
+            yield
+        except Exception:
+            if time.monotonic() >= deadline:
+                raise error from None
+            raise
+        finally:
+            with self._lock:
+                del self._limits[number]
+
+    def _set_alarm(self, when: float) -> None:
+        """With the lock."""
+        if when < self._alarm:
+            self._alarm = when
+            self._executor.call_at(when, self._ring)
+
+    def _ring(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._alarm:
+                return
+            self._alarm = _NEVER
+            limits = [*self._limits.items()]
+            if limits:
+                first = min(limit.deadline for _, limit in limits)
+                self._set_alarm(max(first, now + _AGAIN))
+        for number, limit in limits:
+            if limit.deadline <= now:
+                self._end(limit.context, number, limit.error)
