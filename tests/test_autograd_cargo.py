@@ -258,9 +258,10 @@ def change_one(x: Tensor) -> Tensor:
     return x
 
 
-def test_what_arrived_can_be_changed_in_place() -> None:
+@pytest.mark.parametrize("size", [3, LARGE])
+def test_what_arrived_can_be_changed_in_place(size: int) -> None:
     with world_of(2) as world, gw.context() as ctx:
-        x, y = doubles(3), doubles(3)
+        x, y = doubles(size), doubles(size)
         a, b = gw.rpc_sync("worker1", change, ([x * 1, y * 1],))
         c = gw.rpc_sync("worker1", change_one, (x * 1,))
         c.mul_(y)
@@ -268,6 +269,7 @@ def test_what_arrived_can_be_changed_in_place() -> None:
         a, b = change([x * 1, y * 1])
         c = change_one(x * 1) * y
         see_gradients(world, ctx, (a * b + c).sum(), [[x, y], []])
+        assert not any(found._is_view() for found in gw.get_gradients(ctx).values())
 
 
 def change_views(tensors: list[Tensor]) -> Tensor:

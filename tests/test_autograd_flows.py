@@ -1,5 +1,6 @@
 """Distributed autograd through calls: its graph, contexts, passes, and what fails."""
 
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -259,6 +260,26 @@ def test_unknown_contexts() -> None:
             gw.get_gradients(ctx)
 
 
+def keep_last(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What came, and what came before."""
+    last = weights.get("last", x)
+    weights["last"] = x * 1
+    return x * 2, last
+
+
+def test_tensors_of_another_context_may_be_sent_if_nothing_uses_them() -> None:
+    with world_of(2) as world:
+        for _ in range(2):
+            with gw.context() as ctx:
+                x = doubles(3)
+                y, last = gw.rpc_sync("worker1", keep_last, (x,))
+                gw.backward(ctx, [y.sum()], retain_graph=True)
+                see_gradients(world, ctx, 2 * x.sum(), [[x], []])
+                if ctx > 1:
+                    with pytest.raises(GradwireError, match="arrived in context 1 is"):
+                        gw.backward(ctx, [(y * last).sum()])
+
+
 def test_tensors_of_one_context_are_refused_in_another() -> None:
     with world_of(2):
         with gw.context():
@@ -311,6 +332,24 @@ def test_a_graph_that_was_not_retained_cannot_be_used_again() -> None:
         gw.backward(ctx, [y])
         with pytest.raises(GradwireError, match=r"Error on Node \d: .*second time"):
             gw.backward(ctx, [y])
+
+
+def weigh_once_more(x: Tensor) -> Tensor:
+    return torch.sin(x * weights["hooked"])
+
+
+def test_a_forward_after_a_pass_that_went_over_a_leaf_with_a_hook() -> None:
+    """What the first pass has freed is not run again, although the leaf puts both together."""
+    with world_of(2) as world, gw.context() as ctx:
+        w, x = doubles(3), torch.rand(3, dtype=torch.float64)
+        weights["hooked"] = w
+        seen: list[Tensor] = []
+        w.register_hook(seen.append)
+        for _ in range(3):
+            y = gw.rpc_sync("worker1", weigh_once_more, (x,))
+            gw.backward(ctx, [y.sum()])
+        see_gradients(world, ctx, 3 * torch.sin(x * w).sum(), [[], [w]])
+        assert len(seen) == 4  # and one here
 
 
 def test_several_roots() -> None:
@@ -542,6 +581,48 @@ def test_a_worker_that_died_is_missed_where_it_has_tensors_only() -> None:
                 gw.backward(ctx, [y.sum()])
             assert time.monotonic() - began < 2
         see_nothing_left(world)
+
+
+class Odd(BaseException):
+    """No Exception."""
+
+
+def weigh_first(x: Tensor) -> Tensor:
+    weights["shared"] = x * 2
+    return torch.sin(weights["shared"])
+
+
+def weigh_second(x: Tensor) -> Tensor:
+    """Shares a node with the first, so that one has to wait for the other."""
+
+    def fail(gradient: Tensor) -> None:
+        raise Odd("odd")
+
+    weights["shared"].register_hook(fail)
+    return torch.cos(weights["shared"]) * x
+
+
+def test_what_is_raised_in_a_backward_may_be_no_exception() -> None:
+    with world_of(3) as world, gw.context() as ctx:
+        a = gw.rpc_sync("worker1", weigh_first, (doubles(3),))
+        b = gw.rpc_sync("worker2", weigh, (a,))
+        c = gw.rpc_sync("worker1", weigh_second, (b,))
+        with pytest.raises(GradwireError, match="Error on Node 1: odd"):
+            gw.backward(ctx, [(b * c + a).sum()])
+        until(lambda: not any(context.parts for context in known(world, ctx)))
+
+
+def leave_early(x: Tensor) -> Tensor:
+    result = x * 1
+    result.register_hook(lambda gradient: sys.exit(3))
+    return result
+
+
+def test_an_exit_in_a_backward_is_an_error_of_that_worker() -> None:
+    with world_of(2), gw.context() as ctx:
+        y = gw.rpc_sync("worker1", leave_early, (doubles(3),))
+        with pytest.raises(GradwireError, match="Error on Node 1: 3"):
+            gw.backward(ctx, [y.sum()])
 
 
 def test_a_worker_that_dies_in_a_pass() -> None:

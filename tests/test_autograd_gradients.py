@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from autograd_world import Autograds, autograds, doubles
+from autograd_world import Autograds, autograds, doubles, there_and_back
+from sockets_world import together
 
 close = torch.testing.assert_close
 
@@ -258,3 +259,42 @@ def test_grad_is_otherwise_left_alone() -> None:
         world[0].backward(context, [loss])
         assert a.grad is None
         assert b.grad is None
+
+
+def test_grad_is_added_to_in_place_as_torch_does() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        x = doubles(3)
+        buffer = torch.ones_like(x)
+        x.grad = buffer
+        loss = there_and_back(world, context, x, lambda there: there * 2).sum()
+        world[0].backward(context, [loss], accumulate=True)
+        assert x.grad is buffer
+        close(buffer, torch.full_like(buffer, 3.0))
+
+
+def test_passes_of_several_contexts_add_to_one_grad() -> None:
+    count, rounds = 6, 20
+    leaf = torch.zeros(20_000, requires_grad=True)  # to add takes a while
+    with autograds(2) as world:
+
+        def work() -> None:
+            for _ in range(rounds):
+                with world[0].context() as context:
+                    (there,) = world.transfer(0, 1, context, [torch.ones(20_000)])
+                    (back,) = world.transfer(1, 0, context, [there * leaf])
+                    world[0].backward(context, [back.sum()], accumulate=True)
+
+        together(*[work] * count)
+    assert leaf.grad is not None
+    close(leaf.grad, torch.full_like(leaf, float(count * rounds)))
+
+
+def test_leaves_do_not_share_a_gradient_that_has_a_history() -> None:
+    with autograds(2) as world, world[0].context() as context:
+        a, b = doubles(3), doubles(3)
+        loss = there_and_back(world, context, a + b, lambda there: there**2).sum()
+        world[0].backward(context, [loss], create_graph=True)
+        found = world[0].get_gradients(context)
+        assert found[a].data_ptr() != found[b].data_ptr()
+        close(torch.autograd.grad(found[a].sum(), [found[a]])[0], torch.ones_like(a))
+        assert found[a].requires_grad

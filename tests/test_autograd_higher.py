@@ -1,11 +1,16 @@
 """Gradients that can be differentiated again, and the functional form, across workers."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
+import gradwire as gw
 from autograd_world import Autograds, autograds, doubles
 from calls_world import orders
+from gradwire.testing import World
 
 close = torch.testing.assert_close
 
@@ -130,3 +135,82 @@ def test_a_step_of_maml_over_two_workers() -> None:
         gw, gb = torch.autograd.grad(outer, [weight, body])
         close(world[0].get_gradients(context), {weight: gw})
         close(world[1].get_gradients(context), {body: gb})
+
+
+def call_for_cosine(x: Tensor) -> Tensor:
+    return torch.cos(x)
+
+
+class SinByCalls(Function):
+    """Has its derivative computed by yet another worker."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        derivative: Tensor = gw.rpc_sync("worker2", call_for_cosine, (x,))
+        return gradients[0] * derivative
+
+
+def sin_by_calls(x: Tensor) -> Tensor:
+    result: Tensor = SinByCalls.apply(x)
+    return result
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_second_derivatives_through_calls_that_a_backward_makes(at: int) -> None:
+    with World(3) as world, world.as_worker(0), gw.context() as ctx:
+        x = doubles(3)
+        y = gw.rpc_sync(f"worker{at}", sin_by_calls, (x * 2,))
+        (slope,) = gw.grad(ctx, (y * x).sum(), x, create_graph=True)
+        assert slope is not None
+        found = gw.grad(ctx, slope.sum(), x)
+        (want,) = torch.autograd.grad(
+            (torch.sin(x * 2) * x).sum(), [x], create_graph=True
+        )
+        close(found, torch.autograd.grad(want.sum(), [x]))
+
+
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_history_is_kept_also_where_none_is_recorded(accumulates: bool) -> None:
+    """The leaf is reached twice, and what comes is added up."""
+    with autograds(2) as world, world[0].context() as context:
+        x, w = doubles(3), doubles(3)
+        loss = remote(world, context, x, w) + remote(world, context, x * 2, w)
+        with torch.no_grad():
+            if accumulates:
+                world[0].backward(context, [loss], create_graph=True)
+                slope = world[0].get_gradients(context)[x]
+            else:
+                (found,) = world[0].grad(context, loss, x, create_graph=True)
+                assert found is not None
+                slope = found
+        want = local(x, w) + local(x * 2, w)
+        (want_slope,) = torch.autograd.grad(want, [x], create_graph=True)
+        close(slope, want_slope)
+        close(
+            world[0].grad(context, slope.sum(), x),
+            torch.autograd.grad(want_slope.sum(), [x]),
+        )
+
+
+@pytest.mark.parametrize("swap", [False, True])
+def test_sparse_and_dense_gradients_of_an_input_add_up(swap: bool) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        w = doubles(5, 3)
+        rows = torch.nn.functional.embedding(torch.tensor([1, 2]), w, sparse=True)
+        terms = []
+        for tensor in (rows, w * 2):
+            (there,) = world.transfer(0, 1, context, [tensor])
+            (back,) = world.transfer(1, 0, context, [torch.sin(there)])
+            terms.append(back.sum())
+        one, other = terms[::-1] if swap else terms
+        (found,) = world[0].grad(context, one + other, w)
+        want = torch.sin(w[1:3]).sum() + torch.sin(w * 2).sum()
+        assert found is not None
+        found = found.to_dense() if found.is_sparse else found
+        close(found, *torch.autograd.grad(want, [w]))

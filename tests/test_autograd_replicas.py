@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwire as gw
-from autograd_world import autograds
+from autograd_world import ENOUGH, Gate, autograds
+from calls_world import meanwhile
 from gradwire.api import current_worker, enter
 from gradwire.autograd import replicas
 from processes import Processes
@@ -144,6 +145,67 @@ def test_modules_of_several_workers_in_one_pass() -> None:
             )
             found = world[at].get_gradients(context)
             close([found[p] for p in module.parameters()], list(wanted))
+
+
+class Halves(nn.Module):
+    """Two modules that get the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(twins())
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, other = self.parts
+        return one(x), other(x)
+
+
+@pytest.mark.usefixtures("group")
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_pieces_that_share_a_module_or_a_leaf_with_one(accumulates: bool) -> None:
+    """One waits for what the other yields, so they have to be run together."""
+    halves = Halves()
+    parallel = DistributedDataParallel(halves)
+    leaf = torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
+    x, k = sample(), torch.rand(4, 2, dtype=torch.float64, requires_grad=True)
+    with autograds(3) as world, world[0].context() as context:
+        u, v = parallel(x.detach())
+        (a,) = world.transfer(1, 0, context, [u.sin()])
+        (there,) = world.transfer(0, 1, context, [k])
+        (b,) = world.transfer(1, 0, context, [u.cos() * there * leaf])
+        (there,) = world.transfer(0, 1, context, [a])
+        (c,) = world.transfer(1, 0, context, [v * there])
+        (there,) = world.transfer(0, 1, context, [c])
+        (d,) = world.transfer(1, 0, context, [there * leaf])
+        world[0].backward(context, [(b + d).sum()], accumulate=accumulates)
+        u, v = halves(x.detach())
+        local = (u.cos() * k * leaf + v * u.sin() * leaf).sum()
+        leaves = [leaf, *halves.parameters()]
+        wanted = list(torch.autograd.grad(local, leaves))
+        found = world[1].get_gradients(context)
+        close([found[one] for one in leaves], wanted)
+        if accumulates:
+            close([one.grad for one in leaves], wanted)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_that_another_pass_does_not_let_go(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(replicas, "_PATIENCE", 0.1)
+    parallel, gate = DistributedDataParallel(twins()[0]), Gate()
+    with autograds(1) as world:
+
+        def work() -> None:
+            with world[0].context() as context:
+                world[0].backward(context, [gate(parallel(sample())).sum()])
+
+        with meanwhile(work):
+            assert gate.entered.wait(ENOUGH)
+            with world[0].context() as context:
+                loss = parallel(sample()).sum()
+                with pytest.raises(gw.GradwireError, match="used by another backward"):
+                    world[0].backward(context, [loss])
+            gate.open.set()
 
 
 @pytest.mark.usefixtures("group")

@@ -174,11 +174,11 @@ class Context:
 
 
 def add(before: Tensor, more: Tensor) -> Tensor:
+    """The sum of two gradients, with a history if one has any, whatever the mode is."""
     if before.layout is not torch.strided:
-        return (
-            more + before
-        )  # the other way round is not implemented where one is dense
-    return before + more
+        before, more = more, before  # not implemented that way where one is dense
+    with torch.set_grad_enabled(before.requires_grad or more.requires_grad):
+        return before + more
 
 
 class Contexts:

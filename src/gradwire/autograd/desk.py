@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from ..rpc.futures import CallFuture
 from ..threads import Executor
-from .contexts import Numbers
+from .contexts import Contexts, Numbers
 
 
 class Desk(Protocol):
@@ -16,6 +16,7 @@ class Desk(Protocol):
     me: int
     executor: Executor
     numbers: Numbers
+    contexts: Contexts
     pickles: bool
 
     def request(self, to: int, message: Any) -> CallFuture:

@@ -112,7 +112,7 @@ class DirectPasses:
             return pack_followed(found, current.parked, current.taken)
         except Failing as error:
             failed = error.failed
-        except Exception as error:  # noqa: BLE001 user code
+        except BaseException as error:  # noqa: BLE001 user code
             failed = self._describe(error)
         finally:
             record.running.pop()

@@ -108,10 +108,11 @@ def execute(job: Job, run: Run) -> Found:
     inputs = [GradientEdge(node, 0) for node in leaves]
     inputs += job.wanted
     is_short = job.given is not None and len(segment.last) == len(segment.recvs)
-    ends = segment.recvs if is_short else ()
+    recvs = [*segment.recvs, *segment.foreign]
+    ends = recvs if is_short else ()
     for node in ends:
         inputs += [GradientEdge(node, i) for i in range(node.crossing.count)]
-    nodes = [] if is_short else [node.crossing for node in segment.recvs]
+    nodes = [] if is_short else [node.crossing for node in recvs]
     if nodes:
         inputs.append(TOKEN)
     if not inputs:
@@ -120,12 +121,12 @@ def execute(job: Job, run: Run) -> Found:
         nodes += [send.crossing for send in segment.sends]
     captured = _call(job, inputs, nodes, run)
     at = len(leaves) + len(job.wanted)
-    recvs = []
+    found = []
     for node in ends:
-        recvs.append((node.crossing, captured[at : at + node.crossing.count]))
+        found.append((node.crossing, captured[at : at + node.crossing.count]))
         at += node.crossing.count
     wanted = captured[len(leaves) : len(leaves) + len(job.wanted)]
-    return Found(list(captured[: len(leaves)]), wanted, recvs)
+    return Found(list(captured[: len(leaves)]), wanted, found)
 
 
 def accumulate(job: Job, run: Run) -> None:
@@ -135,7 +136,7 @@ def accumulate(job: Job, run: Run) -> None:
         Exception: whatever a node's backward raises.
     """
     segment = job.segment
-    nodes = [node.crossing for node in segment.recvs]
+    nodes = [node.crossing for node in (*segment.recvs, *segment.foreign)]
     nodes += [send.crossing for send in segment.sends]
     _call(job, (), nodes, run)
 

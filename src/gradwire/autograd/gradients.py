@@ -9,6 +9,7 @@ leaf; then its other hooks are called.
 from __future__ import annotations
 
 import sys
+import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -22,6 +23,7 @@ from .contexts import Context, add
 from .messages import ACCUMULATE, CREATE
 
 _STRIDED = torch.strided
+_grad_lock = threading.Lock()  # for `.grad`: passes of several contexts add to it
 _NOBODY_ELSE = 2  # references to what a list holds: its own and the one that looks
 
 
@@ -58,13 +60,16 @@ def keep(
                 is_ours = False
         if gradient is None:
             continue
-        if not flags & CREATE:
+        if flags & CREATE:
+            with torch.enable_grad():
+                gradient = gradient.clone()
+        else:
             is_ours = is_ours and not (shared and place(gradient) in shared)
             gradient = gradient.detach() if gradient.requires_grad else gradient
             gradient = _own(leaf, gradient, is_ours=is_ours)
         context.add_gradients(((leaf, gradient),))
         if flags & ACCUMULATE:
-            _accumulate(context, leaf, gradient)
+            _accumulate(leaf, gradient)
         for hook in after:
             hook((), (gradient,))
 
@@ -110,7 +115,7 @@ def keep_accumulated(
         context.gradients[leaf] = gradient
     if flags & ACCUMULATE:
         more = gradient if before is None else gradient - before
-        _add_to_grad(context, leaf, more)
+        _add_to_grad(leaf, more)
 
 
 def _own(leaf: Tensor, gradient: Tensor, *, is_ours: bool) -> Tensor:
@@ -135,15 +140,21 @@ def _shared_storages(captured: Sequence[Tensor | None]) -> Collection[int]:
     return [storage for storage, count in Counter(places).items() if count > 1]
 
 
-def _add_to_grad(context: Context, leaf: Tensor, gradient: Tensor) -> None:
-    with context.lock, torch.set_grad_enabled(gradient.requires_grad):
+def _add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
+    """Add in place where torch does, so that a buffer of the user's stays the gradient."""
+    with _grad_lock, torch.set_grad_enabled(gradient.requires_grad):
         before = leaf.grad
-        leaf.grad = gradient.clone() if before is None else add(before, gradient)
+        if before is None:
+            leaf.grad = gradient.clone()
+        elif gradient.requires_grad or before.layout is not torch.strided:
+            leaf.grad = add(before, gradient)
+        else:
+            before.add_(gradient)
 
 
-def _accumulate(context: Context, leaf: Tensor, gradient: Tensor) -> None:
+def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
     """Do as an ordinary backward does."""
-    _add_to_grad(context, leaf, gradient)
+    _add_to_grad(leaf, gradient)
     for hook in list(
         (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
     ):

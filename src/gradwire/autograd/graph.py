@@ -20,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import GradwireError
 from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Send
 
 SMALL = 200
@@ -48,6 +47,8 @@ class Segment:
     """The recvs that are run after all else, or nearly so."""
     is_bare: bool = False
     """There is nothing between its one send and leaves."""
+    foreign: list[Any] = field(default_factory=list)
+    """The recvs of other contexts that are reached: no gradients may come there."""
 
 
 @dataclass(slots=True)
@@ -62,6 +63,8 @@ class Walk:
     recvs: list[list[Any]] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """How many nodes each source was the first to reach."""
+    foreign: list[list[Any]] = field(default_factory=list)
+    """The recvs of other contexts."""
 
 
 def cut(
@@ -69,31 +72,34 @@ def cut(
     sends: Sequence[Send],
     context: int,
     joins: Callable[[Any], bool] = lambda leaf: False,
+    keepers: Callable[[Any], Iterable[Any]] = lambda leaves: (),
 ) -> list[Segment]:
     """The segments of a graph: first those with roots.
 
     `joins`: whether the whole gradient of a leaf, given by its node, has to be known at once. The
-    sources that reach it are then in one segment.
+    sources that reach it are then in one segment. `keepers`: those who want the gradients of some
+    leaves all together. The sources that reach leaves of one are then in one segment, and so is
+    all that shares a leaf with them.
 
     Roots that wait for no sends are in one segment, all that do are in another: several that wait
     would have to be run at the same time.
-
-    Raises:
-        GradwireError: it has tensors in it that arrived in another context.
     """
     found = _walk([*roots, *[send.node for send in sends]], context)
     count = len(roots)
     if count + len(sends) > 1:
-        found.links += _links(found.leaves, joins)
+        found.links += _links(found.leaves, joins, keepers)
     if found.links or count > 1:
         return _joined(roots, sends, found)
     segments = []
     if count:
-        segments.append(Segment([0], [], found.leaves[0], found.recvs[0]))
+        leaves, recvs = found.leaves[0], found.recvs[0]
+        segments.append(Segment([0], [], leaves, recvs, foreign=found.foreign[0]))
     for i, send in enumerate(sends, count):
         is_bare = found.sizes[i] == 1
         leaves, recvs = found.leaves[i], found.recvs[i]
-        segments.append(Segment([], [send], leaves, recvs, is_bare=is_bare))
+        segment = Segment([], [send], leaves, recvs, is_bare=is_bare)
+        segment.foreign = found.foreign[i]
+        segments.append(segment)
     _note_last(segments, range(len(segments)), found.owner)
     return segments
 
@@ -121,26 +127,15 @@ def _walk(sources: Iterable[Any], context: int) -> Walk:
     for number, source in enumerate(sources):
         before = len(found.owner)
         leaves, recvs, links = walk(source, number, found.owner)
-        _check_context(recvs, context)
+        foreign = [r for r in recvs if r.crossing.context != context]
+        if foreign:
+            recvs = [recv for recv in recvs if recv not in foreign]
         found.leaves.append(leaves)
         found.recvs.append(recvs)
+        found.foreign.append(foreign)
         found.links += [(was, number) for was in links]
         found.sizes.append(len(found.owner) - before)
     return found
-
-
-def _check_context(recvs: Iterable[Any], context: int) -> None:
-    """Refuse tensors that arrived in another context; these are their nodes.
-
-    Raises:
-        GradwireError: there is one.
-    """
-    for recv in recvs:
-        if recv.crossing.context != context:
-            raise GradwireError(
-                f"a tensor that arrived in context {recv.crossing.context} is part of a "
-                f"backward pass in context {context}"
-            )
 
 
 def _waits(segment: Segment) -> bool:
@@ -180,17 +175,27 @@ def walk(source: Any, number: int, owner: dict[Any, int], most: float = _ALL) ->
 
 
 def _links(
-    leaves: Sequence[set[Any]], joins: Callable[[Any], bool]
+    leaves: Sequence[set[Any]],
+    joins: Callable[[Any], bool],
+    keepers: Callable[[Any], Iterable[Any]],
 ) -> list[tuple[int, int]]:
-    """Which sources a leaf that several of them reach puts together."""
+    """Which sources are put together by the leaves they reach."""
     first: dict[Any, int] = {}
     shared: dict[Any, list[tuple[int, int]]] = {}
+    kept: set[Any] = set()
+    found = []
     for number, own in enumerate(leaves):
         for leaf in own:
             before = first.setdefault(leaf, number)
             if before != number:
                 shared.setdefault(leaf, []).append((before, number))
-    return [link for leaf, links in shared.items() if joins(leaf) for link in links]
+        for keeper in keepers(own):
+            found.append((first.setdefault(keeper, number), number))
+            kept |= own
+    for leaf, links in shared.items():
+        if leaf in kept or joins(leaf):
+            found += links
+    return found
 
 
 def _groups(count: int, links: Iterable[tuple[int, int]]) -> list[int]:
@@ -227,6 +232,7 @@ def _reach(segments: dict[int, Segment], groups: list[int], found: Walk) -> None
     leaves: dict[int, set[Any]] = {}
     for number, group in enumerate(groups):
         segments[group].recvs += found.recvs[number]
+        segments[group].foreign += found.foreign[number]
         if group in leaves:
             leaves[group] |= found.leaves[number]
         else:
@@ -278,5 +284,6 @@ def _merged(segments: list[Segment]) -> list[Segment]:
                 first.leaves = {*first.leaves, *other.leaves}
                 first.recvs += other.recvs
                 first.last |= other.last
+                first.foreign += other.foreign
             kept.insert(0, first)
     return kept

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Iterable
 from typing import Any
 
+from ..errors import GradwireError
 from ..threads import Bell
 from . import deliveries
 from .contexts import Context
@@ -66,10 +67,21 @@ class Mail:
     def put(
         self, recv: Crossing, gradients: Gradients, held: dict[int, list[Delivery]]
     ) -> list[Action]:
-        """Put the gradients of a recv with what is held; what follows, if they are for here."""
+        """Put the gradients of a recv with what is held; what follows, if they are for here.
+
+        Raises:
+            GradwireError: it is one of another context, and there are some.
+        """
         progress = self.progress
         if progress.is_over:
             raise Ended
+        if recv.context != self._context.id:
+            if any(gradient is not None for gradient in gradients):
+                raise GradwireError(
+                    f"a tensor that arrived in context {recv.context} is part of a backward "
+                    f"pass in context {self._context.id}: detach() it, if it is to be kept"
+                )
+            return []
         actions: list[Action] = []
         to = recv.worker
         delivery = deliveries.make(

@@ -52,6 +52,9 @@ class Run(Protocol):
     def deliver(self, recv: Crossing, gradients: Gradients) -> None:
         """The gradients of a recv."""
 
+    def is_over(self) -> bool:
+        """Whether the pass has ended meanwhile."""
+
 
 class _Here(threading.local):
     """The runs under way in this thread, innermost last."""

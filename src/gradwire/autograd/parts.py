@@ -18,6 +18,7 @@ calls the same threads pass the gradients on that passed the calls.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -30,9 +31,20 @@ from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
 from .errands import Errands
+from .exchanges import Exchange
 from .failures import describe
 from .mail import Ended, Mail
-from .messages import About, Delivery, Done, Failed, Noted, Outcome, pack, unpack
+from .messages import (
+    CREATE,
+    About,
+    Delivery,
+    Done,
+    Failed,
+    Noted,
+    Outcome,
+    pack,
+    unpack,
+)
 from .nodes import Crossing, Gradients
 from .passes import (
     Abort,
@@ -49,8 +61,6 @@ from .passes import (
 )
 from .talk import End, Look, Message, Question, Talk
 from .work import Work
-
-_NO_PLAN = Plan((), {}, {})
 
 
 class Part:
@@ -107,8 +117,8 @@ class Part:
         except BaseException as error:
             self.fail(error)
             raise
-        found: Sequence[Tensor | None] = self._work.wanted
-        return found
+        wanted: Sequence[Tensor | None] = self._work.wanted
+        return wanted
 
     def engage(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
         """Take part because of this message, with the lock held; the answer to it."""
@@ -124,7 +134,7 @@ class Part:
             finally:
                 self.lock.release()
             self._go_on(self._act(actions), question)
-        except Exception as error:  # noqa: BLE001 user code
+        except BaseException as error:  # noqa: BLE001 user code
             self.fail(error)
         return self._answer(question, is_engaging=True)
 
@@ -142,7 +152,7 @@ class Part:
                 else:
                     actions = []
             self._go_on(self._act(actions), question)
-        except Exception as error:  # noqa: BLE001 user code
+        except BaseException as error:  # noqa: BLE001 user code
             self.fail(error)
         return self._answer(question)
 
@@ -192,7 +202,7 @@ class Part:
                 self.mail.gradients.update(record.parked())
                 self.mail.progress.resumed(record.parked(), start.parked)
         except BaseException:
-            self.mail.progress = Progress(me, _NO_PLAN, self._engager)
+            self.mail.progress = Progress(me, Plan((), {}, {}), self._engager)
             raise
 
     def _conclude(self, outcome: Outcome) -> None:
@@ -269,8 +279,7 @@ class Part:
             elif isinstance(answer, Done):
                 actions = progress.answered(worker, Answer(sends, None, True))
             else:
-                engaged = answer.is_engaged
-                said = Answer(sends, answer.words, False, engaged)
+                said = Answer(sends, answer.words, False, answer.is_engaged)
                 actions = progress.answered(worker, said)
         return actions
 
@@ -279,7 +288,7 @@ class Part:
         try:
             actions = self._hear(worker, look, is_last=is_last)
             self._go_on(self._act(actions), is_free=False)
-        except Exception as error:  # noqa: BLE001 user code
+        except BaseException as error:  # noqa: BLE001 user code
             self.fail(error)
 
     # What is done
@@ -305,16 +314,13 @@ class Part:
         has_to_wait = run.may_wait and not self._work.has_roots(run.piece)
         if not has_to_wait and not engine.is_inside():
             return self._errands is not None and self._errands.leave(run)
-        self._submit(run)
-        return True
-
-    def _submit(self, run: Run) -> None:
         self._desk.executor.submit(partial(self._go_on_alone, [run]))
+        return True
 
     def _go_on_alone(self, runs: list[Run]) -> None:
         try:
             self._go_on(runs, is_free=self._errands is None)
-        except Exception as error:  # noqa: BLE001 user code
+        except BaseException as error:  # noqa: BLE001 user code
             self.fail(error)
 
     def _go_on(
@@ -346,8 +352,10 @@ class Part:
         if not self._work.is_whole(run.piece, run.sends):
             more += self._narrow(run.piece, run.sends)
         given = None if run.may_wait or engine.is_profiled() else self.mail.gradients
-        exchange = Exchange(self, run)
-        for recv, gradients in self._work.execute(run.piece, exchange, given):
+        exchange = Exchange(run, self.mail.collect, self.deliver, self._end.has_come)
+        with self._in_context():
+            found = self._work.execute(run.piece, exchange, given)
+        for recv, gradients in found:
             more += self._act(self.mail.put(recv, gradients, exchange.held))
         held = exchange.held
         with self.lock:
@@ -369,6 +377,12 @@ class Part:
         more += self._act(actions)
         return leaving
 
+    def _in_context(self) -> AbstractContextManager[None]:
+        """Calls that a backward makes belong to the context, if their history is wanted."""
+        if self._flags & CREATE:
+            return self._desk.contexts.entered(self._context)
+        return nullcontext()
+
     def deliver(self, exchange: Exchange, recv: Crossing, gradients: Gradients) -> None:
         """A recv was run by the engine: send its gradients to where its tensors came from."""
         run = exchange.run
@@ -381,20 +395,4 @@ class Part:
                 message = Message(to, self.mail.progress.speak(to), held[to])
             self._talk.post(message, self._answered)
         for run in self._act(actions):  # on a thread of the engine's own
-            self._submit(run)
-
-
-class Exchange:
-    """A call of the engine, as its nodes see it."""
-
-    __slots__ = ("_part", "collect", "held", "run")
-
-    def __init__(self, part: Part, run: Run) -> None:
-        self._part = part
-        self.run = run
-        self.collect = part.mail.collect
-        self.held: dict[int, list[Delivery]] = {}
-        """Gradients that leave when it is over, by worker."""
-
-    def deliver(self, recv: Crossing, gradients: Gradients) -> None:
-        self._part.deliver(self, recv, gradients)
+            self._desk.executor.submit(partial(self._go_on_alone, [run]))

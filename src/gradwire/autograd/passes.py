@@ -150,6 +150,9 @@ class Progress:
         # Workers that a message or answer is about to leave for.
         self._promised: dict[int, int] = {}
         self._actions: list[Action] = []
+        self._touched: dict[
+            int, None
+        ] = {}  # pieces to look at once all that came is known
 
     # What happens
 
@@ -314,7 +317,7 @@ class Progress:
         if self._states[piece] == _RUNNING:
             self._actions.append(Wake(send))
         else:
-            self._start(piece)
+            self._touched[piece] = None
 
     def _start(self, index: int) -> None:
         if self._states[index] != _IDLE:
@@ -363,6 +366,8 @@ class Progress:
             self._promised[worker] = self._promised.get(worker, 0) + by
 
     def _next(self) -> list[Action]:
+        while self._touched:
+            self._start(self._touched.popitem()[0])
         actions, self._actions = self._actions, []
         if self.is_over:
             return []

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import gc
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -24,11 +25,14 @@ from torch.nn import Module
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from ..errors import GradwireError
 from . import hooks
 
 Known = Callable[[Tensor], "Tensor | None"]
 Keep = Callable[[Tensor, Tensor], None]
 
+_PATIENCE = 60.0  # seconds that a pass waits for another
+_NAP = 0.05  # seconds between looks at whether the pass is over
 _lock = threading.Lock()
 _is_looking = False
 
@@ -86,15 +90,44 @@ def _gets_part(module: Module, name: str, part: Module) -> None:
 
 
 @contextmanager
+def _taken(replica: Replica, is_over: Callable[[], bool]) -> Iterator[None]:
+    """For one pass at a time.
+
+    Two passes may each have a module that the other wants, on different workers: so nobody waits
+    for long.
+
+    Raises:
+        GradwireError: another has it for too long, or the pass is over.
+    """
+    deadline = time.monotonic() + _PATIENCE
+    while not replica.lock.acquire(timeout=_NAP):
+        if is_over():
+            raise GradwireError("the pass is over")
+        if time.monotonic() > deadline:
+            raise GradwireError(
+                "a module in DistributedDataParallel is used by another backward pass, which "
+                f"does not end ({_PATIENCE:g} s): run such passes one after the other"
+            )
+    try:
+        yield
+    finally:
+        replica.lock.release()
+
+
+@contextmanager
 def accumulating(
-    replicas: Sequence[Replica], nodes: Iterable[Any], known: Known, keep: Keep
+    replicas: Sequence[Replica],
+    nodes: Iterable[Any],
+    known: Known,
+    keep: Keep,
+    is_over: Callable[[], bool],
 ) -> Iterator[None]:
     """Have what is `known` in `.grad` of all leaves; `keep` gets what has become of it."""
     own = [p for replica in replicas for p in replica.parameters.values()]
     leaves = {id(leaf): leaf for leaf in [*(n.variable for n in nodes), *own]}.values()
     with ExitStack() as locks:
         for replica in sorted(replicas, key=id):
-            locks.enter_context(replica.lock)
+            locks.enter_context(_taken(replica, is_over))
         before = [leaf.grad for leaf in leaves]
         for leaf in leaves:
             leaf.grad = known(leaf)

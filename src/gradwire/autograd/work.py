@@ -14,12 +14,12 @@ from typing import Any
 from torch import Tensor
 
 from . import anomaly, engine
-from .contexts import Context
+from .contexts import Context, add
 from .engine import Job, Start
 from .gradients import keep, keep_accumulated, kept_so_far, look_at
 from .graph import Segment, cut
 from .messages import ANOMALY, QUIET
-from .nodes import Crossing, Gradients, Run
+from .nodes import Crossing, Gradients, Run, Send
 from .passes import Piece, Plan
 from .replicas import accumulating, is_joint, replicated
 from .rounds import Record
@@ -46,7 +46,7 @@ class Work:
         self._context = context
         self._start = start
         self._flags = flags
-        self._segments = cut(roots, list(sends.values()), context.id, is_joint)
+        self._segments = self._cut(roots, list(sends.values()))
         self._lock = threading.Lock()
         self.wanted: list[Tensor | None] = [None] * len(start.wanted)
         self.plan = Plan(
@@ -70,13 +70,19 @@ class Work:
         """Leave out the other sends of a piece; the recvs that are still reached."""
         whole = self._segments[piece]
         kept = [send for send in whole.sends if send.crossing.id in sends]
-        parts = cut(self._roots(whole), kept, self._context.id, is_joint)
+        parts = self._cut(self._roots(whole), kept)
         recvs = [recv for part in parts for recv in part.recvs]
         leaves = {leaf for part in parts for leaf in part.leaves}
         ids = [recv.crossing.id for recv in recvs]
         last = {number: whole.last[number] for number in ids if number in whole.last}
-        self._segments[piece] = Segment(whole.roots, kept, leaves, recvs, last)
+        foreign = [recv for part in parts for recv in part.foreign]
+        self._segments[piece] = Segment(
+            whole.roots, kept, leaves, recvs, last, foreign=foreign
+        )
         return ids
+
+    def _cut(self, roots: Sequence[Any], sends: Sequence[Send]) -> list[Segment]:
+        return cut(roots, sends, self._context.id, is_joint, replicated)
 
     def execute(
         self, piece: int, run: Run, given: dict[int, Gradients] | None
@@ -115,7 +121,7 @@ class Work:
             job = Job(roots, segment, (), self._flags, None)
             known = partial(kept_so_far, self._context)
             kept = partial(keep_accumulated, self._context, self._flags)
-            with accumulating(replicas, segment.leaves, known, kept):
+            with accumulating(replicas, segment.leaves, known, kept, run.is_over):
                 engine.accumulate(job, run)
             return ()
         job = Job(roots, segment, start.wanted, self._flags, given)
@@ -126,7 +132,7 @@ class Work:
             if gradient is not None:
                 with self._lock:
                     before = self.wanted[index]
-                    total = gradient if before is None else before + gradient
+                    total = gradient if before is None else add(before, gradient)
                     self.wanted[index] = total
         return found.recvs
 

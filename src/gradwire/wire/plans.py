@@ -278,7 +278,7 @@ def _fetch_small(index: int) -> Step:
 def _fetch_large(dtype: torch.dtype, shape: Any, offset: int, count: int) -> Step:
     def step(numbers: Any, small: Any, area: Any, data: Any) -> Tensor:
         flat = torch.frombuffer(area, dtype=dtype, count=count, offset=offset)
-        return flat.view(shape)
+        return flat.resize_(shape)
 
     return step
 

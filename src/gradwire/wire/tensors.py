@@ -320,7 +320,7 @@ class _Table:
         elif in_area:
             count = length // dtype.itemsize
             flat = torch.frombuffer(self._area, dtype=dtype, count=count, offset=at)
-            tensor = flat.view(shape)
+            tensor = flat.resize_(shape)
         else:
             tensor = torch.empty(shape, dtype=dtype, device=memory.CPU)
             memory.write(tensor, self._body[at : at + length])
