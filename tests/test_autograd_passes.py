@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.autograd.passes import (
+from gradwire.autograd.actions import (
     Abort,
     Action,
     Answer,
@@ -16,12 +16,12 @@ from gradwire.autograd.passes import (
     Narrow,
     Piece,
     Plan,
-    Progress,
     Run,
     Tell,
     Wake,
     Words,
 )
+from gradwire.autograd.passes import Progress
 
 ROOTS = Piece(has_roots=True)
 DONE = Answer(is_done=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 
 from ..threads import Executor
-from .passes import Run
+from .actions import Run
 
 
 class Errands:

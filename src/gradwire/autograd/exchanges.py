@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from .actions import Run
 from .messages import Delivery
 from .nodes import Crossing, Gradients
-from .passes import Run
 
 
 class Exchange:

@@ -9,11 +9,11 @@ from typing import Any
 from ..errors import GradwireError
 from ..threads import Bell
 from . import deliveries
+from .actions import Action
 from .contexts import Context
 from .desk import Desk
 from .messages import Delivery
 from .nodes import Crossing, Gradients
-from .passes import Action
 
 
 class Ended(Exception):

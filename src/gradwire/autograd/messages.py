@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from ..errors import ProtocolError
 from ..wire.packets import Packet, apart, is_packet
-from .passes import Words
+from .actions import Words
 
 STEP, ABORT, RELEASE, OVER, DIRECT, CLAIM = 48, 49, 50, 51, 52, 53
 

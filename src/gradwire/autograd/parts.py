@@ -27,6 +27,18 @@ from torch import Tensor
 from ..errors import WorkerLostError
 from ..threads import Bell
 from . import engine
+from .actions import (
+    Abort,
+    Action,
+    Answer,
+    Finish,
+    Narrow,
+    Plan,
+    Run,
+    Tell,
+    Wake,
+    Words,
+)
 from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
@@ -46,19 +58,7 @@ from .messages import (
     unpack,
 )
 from .nodes import Crossing, Gradients
-from .passes import (
-    Abort,
-    Action,
-    Answer,
-    Finish,
-    Narrow,
-    Plan,
-    Progress,
-    Run,
-    Tell,
-    Wake,
-    Words,
-)
+from .passes import Progress
 from .talk import End, Look, Message, Question, Talk
 from .work import Work
 

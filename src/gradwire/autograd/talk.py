@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 
 from ..rpc.futures import CallFuture
 from . import messages
+from .actions import Words
 from .desk import Desk
 from .messages import About, Delivery, Failed, Outcome
-from .passes import Words
 
 Look = Callable[[], Any]
 

@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from . import anomaly, engine
+from .actions import Piece, Plan
 from .contexts import Context, add
 from .engine import Job, Start
 from .gradients import keep, keep_accumulated, kept_so_far, look_at
 from .graph import Segment, cut
 from .messages import ANOMALY, QUIET
 from .nodes import Crossing, Gradients, Run, Send
-from .passes import Piece, Plan
 from .replicas import accumulating, is_joint, replicated
 from .rounds import Record
 

@@ -1,0 +1,88 @@
+"""What a worker brings to a backward pass, what is said in it, and what there is to be done."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a pass must know of a segment: the ids of its sends, by creation, and of its recvs."""
+
+    sends: tuple[int, ...] = ()
+    recvs: tuple[int, ...] = ()
+    has_roots: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a worker brings to a pass."""
+
+    pieces: Sequence[Piece]
+    sends: Mapping[int, int]
+    """All sends of the context, and to whom."""
+    recvs: Mapping[int, int]
+    """All recvs, and from whom."""
+
+
+class Run(NamedTuple):
+    """Run a piece from its roots and these sends; the others are void."""
+
+    piece: int
+    sends: tuple[int, ...]
+    may_wait: bool
+    """Not all of the sends have their gradients yet."""
+
+
+class Narrow(NamedTuple):
+    """Find out which recvs these sends of a piece reach, and say `narrowed`: others are void."""
+
+    piece: int
+    sends: tuple[int, ...]
+
+
+class Words(NamedTuple):
+    """What a message or an answer says beside gradients."""
+
+    voids: tuple[int, ...]
+    listed: tuple[int, ...] | None
+    awaiting: int
+
+
+class Answer(NamedTuple):
+    """The answer to one of our messages."""
+
+    delivered: Sequence[int] = ()
+    """Sends of ours that it brought gradients for."""
+    words: Words | None = None
+    is_done: bool = False
+    is_engaged: bool = False
+    """We brought it into the pass, and it will tell us when it is done."""
+
+
+class Tell(NamedTuple):
+    """Send a message without gradients; it is owed an answer."""
+
+    to: int
+    words: Words
+
+
+class Wake(NamedTuple):
+    """It is known what becomes of a send that may be waited for."""
+
+    send: int
+
+
+class Abort(NamedTuple):
+    """Tell a worker that owes us an answer, or its end, that the pass has failed."""
+
+    to: int
+
+
+class Finish(NamedTuple):
+    """All is done here: tell the engager; or return, where the pass began."""
+
+
+Action = Run | Narrow | Tell | Wake | Abort | Finish
