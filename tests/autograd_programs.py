@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
 
 from autograd_world import Autograds, Raises
 from gradwire.errors import GradwireError
@@ -28,6 +29,27 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def watched(a: Tensor, _: Tensor) -> Tensor:
+    """Something that must not be run where nothing flows back."""
+    made: Tensor = Strict.apply(a) * 1
+    if made.requires_grad:
+        made.register_hook(lambda gradient: gradient * 1)  # not with None
+    return made
+
+
+class Strict(Function):
+    """Refuses zeros: what torch makes of a gradient that is not there."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        assert gradients[0].any()
+        return gradients[0]
+
+
 @dataclass(frozen=True)
 class Program:
     """What is done, and where the roots are.
@@ -42,7 +64,18 @@ class Program:
     roots: int
 
 
-def draw(choose: Choose, *, most_workers: int = 5, most_steps: int = 30) -> Program:
+def draw(
+    choose: Choose,
+    *,
+    most_workers: int = 5,
+    most_steps: int = 30,
+    is_watched: bool = False,
+) -> Program:
+    """A program. `is_watched`: with operations that are run only if something flows back to them.
+
+    Messages have one tensor then: of several, what lies behind one may be run for the others.
+    """
+    ops = [*OPS, "watched"] if is_watched else [*OPS]
     workers = (
         1 + choose(most_workers) if most_workers < 2 else 2 + choose(most_workers - 1)
     )
@@ -51,12 +84,13 @@ def draw(choose: Choose, *, most_workers: int = 5, most_steps: int = 30) -> Prog
     for _ in range(1 + choose(most_steps)):
         at = choose(workers)
         if choose(2):
-            name = list(OPS)[choose(len(OPS))]
+            name = ops[choose(len(ops))]
             steps.append(("op", at, name, choose(counts[at]), choose(counts[at])))
             counts[at] += 1
         else:
             to = choose(workers)
-            sent = [choose(counts[at]) for _ in range(1 + choose(3))]
+            most = 1 if is_watched else 3
+            sent = [choose(counts[at]) for _ in range(1 + choose(most))]
             if choose(10) == 0:
                 steps.append(("lose", at, to, sent))
                 continue
@@ -73,7 +107,8 @@ def run(
     for kind, at, *rest in program.steps:
         if kind == "op":
             name, a, b = rest
-            values[at].append(OPS[name](values[at][a], values[at][b]))
+            op = watched if name == "watched" else OPS[name]
+            values[at].append(op(values[at][a], values[at][b]))
             continue
         to, sent = rest
         arrived = transfer(at, to, [values[at][i] for i in sent], kind == "lose")

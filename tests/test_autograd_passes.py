@@ -16,6 +16,7 @@ from gradwire.autograd.actions import (
     Narrow,
     Piece,
     Plan,
+    Reach,
     Run,
     Tell,
     Wake,
@@ -102,12 +103,40 @@ def test_a_worker_with_our_sends_is_told_that_the_pass_goes_on() -> None:
     assert progress.answered(1, DONE) == [Finish()]
 
 
-def test_it_is_told_at_once_where_a_run_may_wait_for_it() -> None:
-    plan = Plan([Piece(sends=(1,), has_roots=True)], {1: 1}, {})
-    progress = Progress(0, plan)
-    tell, run = progress.begun()
-    assert tell == Tell(1, Words((), (), 1))
+def rooted() -> Progress:
+    """A pass whose roots have to be run with a send to worker 1, and reach what came from there."""
+    plan = Plan([Piece(sends=(1,), recvs=(2,), has_roots=True)], {1: 1}, {2: 1})
+    return Progress(0, plan)
+
+
+def test_what_could_be_run_but_for_a_send_has_to_ask_first() -> None:
+    progress = rooted()
+    assert progress.begun() == [Reach(0, ())]
+    assert progress.reached([2]) == [Tell(1, Words((), (2,), 1, (2,), asks=True))]
+    sure = words()._replace(sure=(1,))
+    (run,) = progress.answered(1, Answer((), sure, is_engaged=True))
     assert run == Run(0, (1,), may_wait=True)
+
+
+def test_who_is_asked_tells_when_it_is_sure() -> None:
+    pieces = [Piece(sends=(2,), recvs=(1,)), Piece(sends=(3,))]
+    progress = Progress(1, Plan(pieces, {2: 0, 3: 0}, {1: 0}), engager=0)
+    progress.heard(0, words(listed=(2, 3), awaiting=1)._replace(asks=True), [])
+    assert progress.begun() == []  # the answer is about to leave
+    assert progress.answer(0) == Words((), (1,), 2, asks=True)
+    progress.heard(0, words(voids=[3])._replace(sure=(2,)), [])
+    assert progress.settled() == [Reach(0, (2,))]
+    assert progress.reached([1]) == []
+    assert progress.answer(0) == Words((), None, 2, sure=(1,))
+
+
+def test_what_nothing_reaches_is_void_and_the_rest_is_run_without_it() -> None:
+    progress = rooted()
+    progress.begun()
+    progress.reached([2])
+    void = words(voids=[1])
+    (run,) = progress.answered(1, Answer((), void, is_engaged=True))
+    assert run == Run(0, (), may_wait=False)
 
 
 def test_gradients_and_voids_may_come_with_an_answer() -> None:
@@ -164,7 +193,8 @@ def test_a_piece_starts_with_the_newest_of_its_sends() -> None:
 def test_a_piece_may_start_before_all_its_gradients_are_there() -> None:
     plan = Plan([Piece(sends=(1, 2), recvs=(3,))], {1: 0, 2: 0}, {3: 0})
     progress = Progress(1, plan, engager=0)
-    progress.heard(0, words(listed=(1, 2), awaiting=1), [2])
+    sure = words(listed=(1, 2), awaiting=1)._replace(sure=(1,))
+    progress.heard(0, sure, [2])
     assert progress.begun() == [Run(0, (1, 2), may_wait=True)]
     progress.heard(0, words(awaiting=1), [1])
     assert progress.settled() == [Wake(1)]
@@ -175,7 +205,7 @@ def test_void_sends_are_left_out_and_narrow_the_piece() -> None:
     progress = Progress(1, plan, engager=0)
     progress.heard(0, words(voids=[2], listed=(1, 2)), [])
     assert progress.begun() == [Narrow(0, (1,))]
-    assert progress.narrowed(0, []) == [Tell(5, Words((3,), (3,), 0))]
+    assert progress.narrowed(0, (1,), []) == [Tell(5, Words((3,), (3,), 0))]
     assert progress.answer(0) is None
     progress.heard(0, words(), [1])
     assert progress.settled() == [Run(0, (1,), may_wait=False)]
@@ -196,7 +226,7 @@ def test_what_is_said_again_changes_nothing() -> None:
 def test_a_failure_wakes_all_who_wait_and_calls_back_those_who_owe() -> None:
     plan = Plan([Piece(sends=(1,), has_roots=True)], {1: 1}, {})
     progress = Progress(0, plan)
-    assert len(progress.begun()) == 2
+    assert len(progress.begun()) == 1
     assert progress.failed() == [Wake(1), Abort(1)]
     assert progress.failed() == []
     assert progress.answered(1, DONE) == []
@@ -413,13 +443,22 @@ class Simulation:
     def do(self, worker: Simulated, actions: list[Action]) -> None:
         for action in actions:
             if isinstance(action, Run):
+                assert set(action.sends) <= set(self.expected())
                 worker.running.append((action, set(), set()))
             if isinstance(action, Run | Narrow):
                 ids = (None, *action.sends)
                 sources = [s for s in worker.pieces[action.piece] if s.id in ids]
                 reach = frozenset().union(*(s.reach for s in sources))
                 assert worker.progress is not None
-                self.do(worker, worker.progress.narrowed(action.piece, reach))
+                self.do(
+                    worker, worker.progress.narrowed(action.piece, action.sends, reach)
+                )
+            elif isinstance(action, Reach):
+                ids = (None, *action.sends)
+                sources = [s for s in worker.pieces[action.piece] if s.id in ids]
+                reach = frozenset().union(*(s.reach for s in sources))
+                assert worker.progress is not None
+                self.do(worker, worker.progress.reached(reach))
             elif isinstance(action, Tell):
                 self.flying.append(("step", worker.me, action.to, (), action.words))
             elif isinstance(action, Finish):

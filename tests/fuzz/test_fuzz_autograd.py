@@ -85,6 +85,16 @@ def test_longer_programs(world: Autograds, fuzz_seed: int) -> None:
     assert world.passes() == 0
 
 
+def test_nothing_is_run_that_nothing_flows_back_to(
+    world: Autograds, fuzz_seed: int
+) -> None:
+    chance = random.Random(fuzz_seed)
+    for _ in range(ROUNDS):
+        program = draw(chance.randrange, most_workers=3, most_steps=60, is_watched=True)
+        check(program, world, passes=1 + chance.randrange(2))
+    assert world.passes() == 0
+
+
 def test_second_derivatives(world: Autograds, fuzz_seed: int) -> None:
     chance = random.Random(fuzz_seed)
     for _ in range(ROUNDS):

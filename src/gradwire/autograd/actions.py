@@ -43,12 +43,23 @@ class Narrow(NamedTuple):
     sends: tuple[int, ...]
 
 
+class Reach(NamedTuple):
+    """Find out which recvs these sends of a piece reach, with its roots, and say `reached`."""
+
+    piece: int
+    sends: tuple[int, ...]
+
+
 class Words(NamedTuple):
     """What a message or an answer says beside gradients."""
 
     voids: tuple[int, ...]
     listed: tuple[int, ...] | None
     awaiting: int
+    sure: tuple[int, ...] = ()
+    """The sends that gradients will come for."""
+    asks: bool = False
+    """Whether to say which are, as soon as it is known."""
 
 
 class Answer(NamedTuple):
@@ -85,4 +96,4 @@ class Finish(NamedTuple):
     """All is done here: tell the engager; or return, where the pass began."""
 
 
-Action = Run | Narrow | Tell | Wake | Abort | Finish
+Action = Run | Narrow | Reach | Tell | Wake | Abort | Finish

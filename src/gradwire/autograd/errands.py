@@ -8,11 +8,20 @@ not wait, and so the profile has them, with the nodes of sends and recvs.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from queue import SimpleQueue
 
 from ..threads import Executor
-from .actions import Run
+from .actions import Action, Plan, Run
+
+
+def can_serve(plan: Plan, actions: Iterable[Action]) -> bool:
+    """Whether the thread that leads runs all its roots at once, and need not wait with them."""
+    runs = [action for action in actions if type(action) is Run]
+    rooted = [run for run in runs if plan.pieces[run.piece].has_roots]
+    if any(run.may_wait for run in rooted):
+        return False
+    return len(rooted) == len([piece for piece in plan.pieces if piece.has_roots])
 
 
 class Errands:

@@ -333,16 +333,18 @@ class _Reading:
 
 
 def _put_words(facts: list[int], words: Words) -> None:
-    voids, listed, awaiting = words
-    facts += (awaiting, len(voids), *voids)
+    voids, listed, awaiting, sure, asks = words
+    facts += (awaiting, asks, len(voids), *voids, len(sure), *sure)
     facts += (-1,) if listed is None else (len(listed), *listed)
 
 
 def _take_words(facts: Iterator[int]) -> Words:
-    awaiting = next(facts)
+    awaiting, asks = next(facts), bool(next(facts))
     voids = tuple(islice(facts, next(facts)))
+    sure = tuple(islice(facts, next(facts)))
     count = next(facts)
-    return Words(voids, None if count < 0 else tuple(islice(facts, count)), awaiting)
+    listed = None if count < 0 else tuple(islice(facts, count))
+    return Words(voids, listed, awaiting, sure, asks)
 
 
 def _put_deliveries(facts: list[int], deliveries: Iterable[Delivery]) -> list[Any]:

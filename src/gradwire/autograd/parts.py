@@ -17,8 +17,7 @@ calls the same threads pass the gradients on that passed the calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -34,6 +33,7 @@ from .actions import (
     Finish,
     Narrow,
     Plan,
+    Reach,
     Run,
     Tell,
     Wake,
@@ -42,12 +42,11 @@ from .actions import (
 from .contexts import Context, owner, unknown
 from .desk import Desk
 from .engine import Start
-from .errands import Errands
+from .errands import Errands, can_serve
 from .exchanges import Exchange
 from .failures import describe
 from .mail import Ended, Mail
 from .messages import (
-    CREATE,
     About,
     Delivery,
     Done,
@@ -85,6 +84,7 @@ class Part:
         self._is_told = engager is None  # the engager knows that it has ended here
         self._ended = Bell()
         self._errands: Errands | None = None
+        self._for_leader: list[Run] = []  # what has roots: only it may wait with these
 
     def __repr__(self) -> str:
         state = "under way" if self.outcome is None else type(self.outcome).__name__
@@ -108,10 +108,11 @@ class Part:
             finally:
                 self.lock.release()
             is_profiled = engine.is_profiled()
-            if is_profiled and not self._waits(actions):
+            if is_profiled and can_serve(self._work.plan, actions):
                 self._errands = Errands()
             self._go_on_alone(self._act(actions))
             if is_profiled:
+                self._wait(self.mail.progress.have_roots_run)
                 self._serve()
             self._wait()
         except BaseException as error:
@@ -196,7 +197,8 @@ class Part:
         me = self._desk.me
         try:
             record = self._context.records.pop(self.number, None)
-            self._work = Work(self._context, start, self._flags, record)
+            enter = partial(self._desk.contexts.entered, self._context)
+            self._work = Work(self._context, start, self._flags, record, enter)
             self.mail.progress = Progress(me, self._work.plan, self._engager)
             if record is not None:
                 self.mail.gradients.update(record.parked())
@@ -221,21 +223,19 @@ class Part:
             assert self._engager is not None
             self._talk.over(self._engager, outcome)
 
-    def _waits(self, actions: Iterable[Action]) -> bool:
-        """Whether the thread that leads may have to wait inside the engine."""
-        runs = [action for action in actions if type(action) is Run]
-        return any(run.may_wait and self._work.has_roots(run.piece) for run in runs)
-
     def _serve(self) -> None:
         """Do in this thread what need not wait for other workers, until the pass has ended."""
         self._errands = self._errands or Errands()
         if self.outcome is None:
             self._errands.serve(self._go_on_alone, self._desk.executor)
 
-    def _wait(self) -> None:
-        """Until the pass has ended."""
-        while self.outcome is None:
-            if not self._talk.read():
+    def _wait(self, is_enough: Callable[[], bool] = lambda: False) -> None:
+        """Until the pass has ended; run what has roots and could not be run before."""
+        while self.outcome is None and not is_enough():
+            if self._for_leader:
+                count = len(self._for_leader)  # others may add some
+                self._go_on_alone([self._for_leader.pop() for _ in range(count)])
+            elif not self._talk.read():
                 with self._desk.executor.waiting():
                     self._ended.wait(None)
 
@@ -307,12 +307,20 @@ class Part:
                 self.mail.wake(action.send)
             elif type(action) is Narrow:
                 runs += self._narrow(action.piece, action.sends)
+            elif type(action) is Reach:
+                recvs = self._work.reach(action.piece, action.sends)
+                with self.lock:
+                    more = self.mail.progress.reached(recvs)
+                runs += self._act(more)
         return [run for run in runs if not self._is_handed_over(run)]
 
     def _is_handed_over(self, run: Run) -> bool:
         """Whether a run is a task of its own; it is made one."""
-        has_to_wait = run.may_wait and not self._work.has_roots(run.piece)
-        if not has_to_wait and not engine.is_inside():
+        if self._work.has_roots(run.piece):
+            self._for_leader.append(run)
+            self._ended.ring()
+            return True
+        if not run.may_wait and not engine.is_inside():
             return self._errands is not None and self._errands.leave(run)
         self._desk.executor.submit(partial(self._go_on_alone, [run]))
         return True
@@ -342,7 +350,7 @@ class Part:
     def _narrow(self, piece: int, sends: tuple[int, ...]) -> list[Run]:
         recvs = self._work.narrow(piece, sends)
         with self.lock:
-            actions = self.mail.progress.narrowed(piece, recvs)
+            actions = self.mail.progress.narrowed(piece, sends, recvs)
         return self._act(actions)
 
     def _run(
@@ -353,9 +361,7 @@ class Part:
             more += self._narrow(run.piece, run.sends)
         given = None if run.may_wait or engine.is_profiled() else self.mail.gradients
         exchange = Exchange(run, self.mail.collect, self.deliver, self._end.has_come)
-        with self._in_context():
-            found = self._work.execute(run.piece, exchange, given)
-        for recv, gradients in found:
+        for recv, gradients in self._work.execute(run.piece, exchange, given):
             more += self._act(self.mail.put(recv, gradients, exchange.held))
         held = exchange.held
         with self.lock:
@@ -376,12 +382,6 @@ class Part:
             self._conclude(Done(last))
         more += self._act(actions)
         return leaving
-
-    def _in_context(self) -> AbstractContextManager[None]:
-        """Calls that a backward makes belong to the context, if their history is wanted."""
-        if self._flags & CREATE:
-            return self._desk.contexts.entered(self._context)
-        return nullcontext()
 
     def deliver(self, exchange: Exchange, recv: Crossing, gradients: Gradients) -> None:
         """A recv was run by the engine: send its gradients to where its tensors came from."""

@@ -6,7 +6,9 @@ out as actions, which `parts.py` carries out. The rules:
 P1  Every send gets gradients, or is told that none will come (it is *void*), once. What is said
     again changes nothing.
 P2  A piece of the graph with roots is run at once. One without is run when the newest of its sends
-    that are not void has gradients; if all are void it is skipped.
+    that are not void has gradients; if all are void it is skipped. But first it must be sure of
+    each of its sends whether gradients will come, or none: torch would run what lies behind a
+    void one, with hooks and all.
 P3  A recv that no source reaches that is not void makes the matching send void. That is told at the
     first moment it is known, which may be before anything is run. The only reason to wait is that
     another message or answer to the same worker is about to leave.
@@ -22,12 +24,17 @@ P7  Ending (Dijkstra and Scholten): the first message that a worker gets engages
     whom it engaged are done. So when the worker that began the pass is done, all are. The word goes
     with an answer, or by itself. Who is done has told everyone all there is to tell: once it has
     answered all our questions, sends to it that are still open are void.
-P8  After a failure nothing more is run; those who owe an answer, or their end, are told to let go.
+P8  Whoever has a piece that could be run but for sends of which it is not sure asks the workers
+    they went to. Whoever was asked says of which recvs it is sure: those that a root reaches, or a
+    send that gradients came for or will. To become so, it may have to ask in turn.
+P9  After a failure nothing more is run; those who owe an answer, or their end, are told to let go.
 
 Why P2 cannot wait for ever: say worker A waits for send s. Its gradients come from the matching
 recv r on B, which was made after s. r lacks a gradient only because some source that reaches r has
 not run; that source was made after r. If it waits, it waits for a send made at or after it. So
-along any chain of waiting workers the times of creation increase, and a chain cannot close.
+along any chain of waiting workers the times of creation increase, and a chain cannot close. So it
+is with being sure: that of s hangs on r, that of r on sources made after it, and the newest are the
+roots, or recvs that nothing reaches.
 """
 
 from __future__ import annotations
@@ -41,11 +48,13 @@ from .actions import (
     Finish,
     Narrow,
     Plan,
+    Reach,
     Run,
     Tell,
     Wake,
     Words,
 )
+from .sureness import Sureness
 
 _IDLE, _RUNNING, _DONE = range(3)
 
@@ -79,9 +88,14 @@ class Progress:
         # Workers that a message or answer is about to leave for.
         self._promised: dict[int, int] = {}
         self._actions: list[Action] = []
-        self._touched: dict[
-            int, None
-        ] = {}  # pieces to look at once all that came is known
+        # Pieces to look at once all that came is known.
+        self._touched: dict[int, None] = {}
+        self._sure = Sureness(me, plan, self._gone, self._touched)
+        # By piece, the sends with which it is run, and to which it was, or is to be, narrowed.
+        self._runs: dict[int, tuple[int, ...]] = {}
+        self._kept: dict[int, tuple[int, ...]] = {}
+        self._narrowing: dict[int, tuple[int, ...]] = {}
+        self._looking = 0  # at what pieces reach: what is found can be told at once
 
     # What happens
 
@@ -119,7 +133,8 @@ class Progress:
     def answer(self, to: int) -> Words | None:
         """What the answer to a message must say; None: nothing."""
         self._promised[to] -= 1
-        if self.is_over or not (to in self._voids or to in self._unlisted - self._told):
+        unlisted = self._unlisted - self._told
+        if self.is_over or not (to in unlisted or self._has_news(to)):
             return None
         return self._words(to)
 
@@ -156,12 +171,24 @@ class Progress:
         self._resolve(send, has_gradients=True)
         return self._next()
 
-    def narrowed(self, piece: int, recvs: Iterable[int]) -> list[Action]:
-        """The sources of a piece that are not void reach these recvs only."""
+    def narrowed(
+        self, piece: int, sends: tuple[int, ...], recvs: Iterable[int]
+    ) -> list[Action]:
+        """With these sends, which are not void, a piece reaches these recvs only."""
         reached = set(recvs)
         for recv in self.plan.pieces[piece].recvs:
             if recv not in reached:
                 self._void(recv)
+        if len(sends) < len(self._kept.get(piece, self.plan.pieces[piece].sends)):
+            self._kept[piece] = sends  # or it was overtaken
+        if self._states[piece] == _RUNNING:
+            self._vouch_all(piece)
+        return self._next()
+
+    def reached(self, recvs: Iterable[int]) -> list[Action]:
+        """Sources of a piece that gradients come for reach these recvs."""
+        self._looking -= 1
+        self._sure.vouch(recvs)
         return self._next()
 
     def left(self, recv: int) -> None:
@@ -202,6 +229,11 @@ class Progress:
         """Whether a send has gradients; None: not known yet."""
         return self._fates[send]
 
+    def have_roots_run(self) -> bool:
+        """Whether nothing is left that has roots."""
+        pieces = zip(self.plan.pieces, self._states, strict=True)
+        return all(state == _DONE for piece, state in pieces if piece.has_roots)
+
     def is_expecting(self, worker: int) -> bool:
         """Whether something is still to come from a worker."""
         return (
@@ -216,15 +248,17 @@ class Progress:
     def _words(self, to: int) -> Words:
         voids = tuple(self._voids.pop(to, ()))
         awaiting = sum([worker == to for worker in self.plan.sends.values()])
+        sure, asks = self._sure.tell(to)
         if to in self._told:
-            return Words(voids, None, awaiting)
+            return Words(voids, None, awaiting, sure, asks)
         self._told.add(to)
         listed = [r for r, worker in self.plan.recvs.items() if worker == to]
-        return Words(voids, tuple(listed), awaiting)
+        return Words(voids, tuple(listed), awaiting, sure, asks)
 
     def _hear(self, sender: int, words: Words) -> None:
         for send in words.voids:
             self._resolve(send, has_gradients=False)
+        self._sure.heard(sender, words.sure, asks=words.asks)
         if words.listed is not None:
             self._void_unlisted(sender, {*words.listed, *words.voids})
         self._heard.add(sender)
@@ -249,24 +283,44 @@ class Progress:
             self._touched[piece] = None
 
     def _start(self, index: int) -> None:
-        if self._states[index] != _IDLE:
+        """Run a piece, if it is time; or see to what it takes."""
+        piece, state = self.plan.pieces[index], self._states[index]
+        if state == _RUNNING:
+            self._vouch_all(index)
+        if state != _IDLE:
             return
-        piece = self.plan.pieces[index]
         sends = tuple(s for s in piece.sends if self._fates[s] is not False)
-        if piece.has_roots or (sends and self._fates[sends[-1]]):  # P2
+        if not sends and not piece.has_roots:
+            self._close(index)
+            return
+        sure = self._sure.sends
+        unsure = [s for s in sends if self._fates[s] is None and s not in sure]
+        can_run = piece.has_roots or self._fates[sends[-1]]  # P2
+        if can_run and not unsure:
             self._states[index] = _RUNNING
             may_wait = any(self._fates[send] is None for send in sends)
             self._actions.append(Run(index, sends, may_wait))
+            self._runs[index] = sends
+            self._vouch_all(index)
             if not may_wait:
                 self._running += 1
                 self._promise(index, 1)
-        elif not sends:
-            self._close(index)
-        elif len(sends) < len(piece.sends):  # P3
-            last = self._actions[-1] if self._actions else None
-            if isinstance(last, Narrow) and last.piece == index:
-                self._actions.pop()
+            return
+        if self._narrowing.get(index, piece.sends) != sends:  # P3
+            self._narrowing[index] = sends
             self._actions.append(Narrow(index, sends))
+        if unsure and (can_run or self._sure.is_wanted(piece)):
+            self._sure.ask(unsure)
+        known = tuple(send for send in sends if send not in unsure)
+        if (known or piece.has_roots) and self._sure.is_new(index, known):
+            self._looking += 1
+            self._actions.append(Reach(index, known))
+
+    def _vouch_all(self, index: int) -> None:
+        """Of a piece that is run: it reaches all recvs that are not void, once that is known."""
+        piece, sends = self.plan.pieces[index], self._runs[index]
+        if sends in (piece.sends, self._kept.get(index)):
+            self._sure.vouch(piece.recvs)
 
     def _close(self, index: int) -> None:
         self._states[index] = _DONE
@@ -301,13 +355,13 @@ class Progress:
         if self.is_over:
             return []
         is_done = not (self._open or self._unanswered or self._engaged)
-        to_tell = {*self._voids, *self._unlisted}  # P3, P5
+        to_tell = {*self._voids, *self._sure.whom_to_tell(), *self._unlisted}
         if not (is_done or self._running or self._unanswered):  # P4
-            to_tell.update(w for w, count in self._waited.items() if count > 0)
-            to_tell -= self._heard - self._voids.keys() - self._unlisted
-        due = (
-            [w for w in to_tell if w != self.me and self._is_due(w)] if to_tell else ()
-        )
+            waited = (w for w, count in self._waited.items() if count > 0)
+            to_tell.update(w for w in waited if w not in self._heard)
+        due: list[int] = []
+        if not self._looking:
+            due = [w for w in to_tell if w != self.me and self._is_due(w)]
         if is_done and not set(due) - {self.engager}:  # P7
             self.is_over = True
             actions.append(Finish())
@@ -319,7 +373,10 @@ class Progress:
         """Whether to tell a worker now: nothing else will, and there is something to tell."""
         if self._promised.get(worker, 0) > 0:
             return False  # P3
-        return worker not in self._told or bool(self._voids.get(worker))
+        return worker not in self._told or self._has_news(worker)
+
+    def _has_news(self, worker: int) -> bool:
+        return worker in self._voids or worker in self._sure.whom_to_tell()
 
 
 def _count(workers: Iterable[int]) -> dict[int, int]:

@@ -6,7 +6,8 @@ Knows nothing of messages or of the order in which segments are run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -19,7 +20,7 @@ from .contexts import Context, add
 from .engine import Job, Start
 from .gradients import keep, keep_accumulated, kept_so_far, look_at
 from .graph import Segment, cut
-from .messages import ANOMALY, QUIET
+from .messages import ANOMALY, CREATE, QUIET
 from .nodes import Crossing, Gradients, Run, Send
 from .replicas import accumulating, is_joint, replicated
 from .rounds import Record
@@ -29,9 +30,17 @@ class Work:
     """The sources of a pass on a worker, as they are when it is made."""
 
     def __init__(
-        self, context: Context, start: Start, flags: int, record: Record | None = None
+        self,
+        context: Context,
+        start: Start,
+        flags: int,
+        record: Record | None = None,
+        enter: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`record`: what the pass has done here directly, before this."""
+        """`record`: what the pass has done here directly, before this. `enter`: the context.
+
+        Calls that a backward makes belong to it, if they are to be differentiated again.
+        """
         with context.lock:
             sends, recvs = dict(context.sends), dict(context.recvs)
         if record is not None:
@@ -46,6 +55,7 @@ class Work:
         self._context = context
         self._start = start
         self._flags = flags
+        self._enter = enter if flags & CREATE else nullcontext
         self._segments = self._cut(roots, list(sends.values()))
         self._lock = threading.Lock()
         self.wanted: list[Tensor | None] = [None] * len(start.wanted)
@@ -81,6 +91,13 @@ class Work:
         )
         return ids
 
+    def reach(self, piece: int, sends: Sequence[int]) -> list[int]:
+        """The recvs that the roots of a piece reach, and these sends of it."""
+        whole = self._segments[piece]
+        kept = [send for send in whole.sends if send.crossing.id in sends]
+        parts = self._cut(self._roots(whole), kept)
+        return [recv.crossing.id for part in parts for recv in part.recvs]
+
     def _cut(self, roots: Sequence[Any], sends: Sequence[Send]) -> list[Segment]:
         return cut(roots, sends, self._context.id, is_joint, replicated)
 
@@ -94,10 +111,11 @@ class Work:
         Raises:
             Exception: whatever a backward or a hook raises.
         """
-        if not self._flags & ANOMALY:
-            return self._execute(piece, run, given)
-        with anomaly.explained(self._sources(piece), run, self._flags):
-            return self._execute(piece, run, given)
+        with self._enter():
+            if not self._flags & ANOMALY:
+                return self._execute(piece, run, given)
+            with anomaly.explained(self._sources(piece), run, self._flags):
+                return self._execute(piece, run, given)
 
     def _sources(self, piece: int) -> list[Any]:
         segment = self._segments[piece]
