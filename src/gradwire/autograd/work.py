@@ -78,17 +78,19 @@ class Work:
 
     def narrow(self, piece: int, sends: Sequence[int]) -> list[int]:
         """Leave out the other sends of a piece; the recvs that are still reached."""
-        whole = self._segments[piece]
-        kept = [send for send in whole.sends if send.crossing.id in sends]
-        parts = self._cut(self._roots(whole), kept)
-        recvs = [recv for part in parts for recv in part.recvs]
-        leaves = {leaf for part in parts for leaf in part.leaves}
-        ids = [recv.crossing.id for recv in recvs]
-        last = {number: whole.last[number] for number in ids if number in whole.last}
-        foreign = [recv for part in parts for recv in part.foreign]
-        self._segments[piece] = Segment(
-            whole.roots, kept, leaves, recvs, last, foreign=foreign
-        )
+        with (
+            self._lock
+        ):  # two threads may come in either order: what is left out stays so
+            whole = self._segments[piece]
+            kept = [send for send in whole.sends if send.crossing.id in sends]
+            parts = self._cut(self._roots(whole), kept)
+            recvs = [recv for part in parts for recv in part.recvs]
+            leaves = {leaf for part in parts for leaf in part.leaves}
+            ids = [recv.crossing.id for recv in recvs]
+            last = {n: whole.last[n] for n in ids if n in whole.last}
+            foreign = [recv for part in parts for recv in part.foreign]
+            narrow = Segment(whole.roots, kept, leaves, recvs, last, foreign=foreign)
+            self._segments[piece] = narrow
         return ids
 
     def reach(self, piece: int, sends: Sequence[int]) -> list[int]:
