@@ -126,6 +126,40 @@ def test_the_same_for_grad(program: Program, gate: Gate) -> None:
         torch.testing.assert_close(found, (expected,))
 
 
+@programs
+def test_what_comes_of_it_after_its_end_is_not_kept(
+    program: Program, gate: Gate
+) -> None:
+    with autograds(3) as world:
+        with world[0].context() as context:
+            x = doubles(3)
+            loss = program(world, context, x, gate)
+            with pytest.raises(BackwardTimeout):
+                backward(world, context, loss, timeout=SHORT, accumulate=True)
+            x.grad = None
+            gate.open.set()
+            world.until(lambda: world.passes() == 0)
+        world.until(lambda: world.contexts() == 0)
+    assert x.grad is None
+
+
+def weighing(w: Tensor, gate: Gate) -> Callable[[Tensor], Tensor]:
+    return lambda there: there * gate(w * 1)
+
+
+def test_nor_is_that_of_leaves_over_there(gate: Gate) -> None:
+    with autograds(2) as world, world[0].context() as context:
+        w, left = doubles(3), threading.Event()
+        node: Any = w.view_as(w).grad_fn
+        node.next_functions[0][0].register_prehook(lambda _: left.set())
+        loss = there_and_back(world, context, doubles(3), weighing(w, gate)).sum()
+        with pytest.raises(BackwardTimeout):
+            backward(world, context, loss, timeout=SHORT, accumulate=True)
+        gate.open.set()
+    assert w.grad is None
+    assert not left.is_set()
+
+
 def test_a_limit_that_is_up_before_the_pass_has_begun(gate: Gate) -> None:
     with autograds(2) as world, world[0].context() as context:
         loss = there_and_back(world, context, doubles(3), gate).sum()

@@ -130,6 +130,26 @@ def test_who_is_asked_tells_when_it_is_sure() -> None:
     assert progress.answer(0) == Words((), None, 2, sure=(1,))
 
 
+def test_nobody_is_done_who_still_looks_what_there_is_to_tell() -> None:
+    pieces = [Piece(sends=(1, 2), recvs=(3, 4))]
+    progress = Progress(1, Plan(pieces, {1: 0, 2: 0}, {3: 0, 4: 2}), engager=0)
+    curious = words(listed=(1, 2), awaiting=1)._replace(sure=(1,), asks=True)
+    progress.heard(0, curious, [])
+    assert progress.begun() == [Reach(0, (1,))]  # takes its time
+    progress.answer(0)
+    progress.heard(2, words(listed=(), awaiting=1)._replace(asks=True), [])
+    assert progress.settled() == [Reach(0, (1,))]  # as does this
+    progress.answer(2)
+    progress.heard(0, words(voids=[2]), [1])
+    (run,) = progress.settled()
+    assert run == Run(0, (1,), may_wait=False)
+    progress.narrowed(0, (1,), [3])
+    progress.left(3)
+    assert progress.ran(run) == []
+    assert progress.reached([3]) == []
+    assert progress.reached([3]) == [Tell(2, Words((4,), (4,), 0))]
+
+
 def test_what_nothing_reaches_is_void_and_the_rest_is_run_without_it() -> None:
     progress = rooted()
     progress.begun()

@@ -1,5 +1,6 @@
 """DistributedDataParallel inside a context: its reducer runs, `.grad` stays as it was."""
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -185,6 +186,30 @@ def test_pieces_that_share_a_module_or_a_leaf_with_one(accumulates: bool) -> Non
         close([found[one] for one in leaves], wanted)
         if accumulates:
             close([one.grad for one in leaves], wanted)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_leaf_that_is_shared_by_way_of_another() -> None:
+    """It would be overwritten by the run of the module, while others add to it."""
+    parallel, gate = DistributedDataParallel(twins()[0]), Gate()
+    first, second = sample(), sample()
+    with autograds(3) as world, world[0].context() as context:
+        (a,) = world.transfer(1, 0, context, [parallel(gate(first * 1))])
+        (b,) = world.transfer(1, 0, context, [first * second])
+        (there,) = world.transfer(1, 2, context, [second * 3])
+        (c,) = world.transfer(2, 0, context, [there * 1])
+
+        def let_go() -> None:
+            assert gate.entered.wait(ENOUGH)
+            known, waited = world[1].contexts.get(context), 0
+            while second not in known.gradients and waited < 200:  # or they are one run
+                time.sleep(0.001)
+                waited += 1
+            gate.open.set()
+
+        with meanwhile(let_go):
+            world[0].backward(context, [a.sum() + b.sum() + c.sum()])
+        close(world[1].get_gradients(context)[second], first.detach() + 3)
 
 
 @pytest.mark.usefixtures("group")

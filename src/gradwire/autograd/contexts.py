@@ -177,8 +177,10 @@ def add(before: Tensor, more: Tensor) -> Tensor:
     """The sum of two gradients, with a history if one has any, whatever the mode is."""
     if before.layout is not torch.strided:
         before, more = more, before  # not implemented that way where one is dense
-    with torch.set_grad_enabled(before.requires_grad or more.requires_grad):
-        return before + more
+    if before.requires_grad or more.requires_grad:
+        with torch.enable_grad():
+            return before + more
+    return before + more
 
 
 class Contexts:

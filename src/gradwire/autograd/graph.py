@@ -192,6 +192,13 @@ def _links(
         for keeper in keepers(own):
             found.append((first.setdefault(keeper, number), number))
             kept |= own
+    grown = len(kept)
+    while grown:  # and what shares a leaf with those, and so on
+        grown = -len(kept)
+        for own in leaves:
+            if not kept.isdisjoint(own):
+                kept |= own
+        grown += len(kept)
     for leaf, links in shared.items():
         if leaf in kept or joins(leaf):
             found += links

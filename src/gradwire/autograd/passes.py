@@ -354,7 +354,7 @@ class Progress:
         actions, self._actions = self._actions, []
         if self.is_over:
             return []
-        is_done = not (self._open or self._unanswered or self._engaged)
+        is_done = not (self._open or self._unanswered or self._engaged or self._looking)
         to_tell = {*self._voids, *self._sure.whom_to_tell(), *self._unlisted}
         if not (is_done or self._running or self._unanswered):  # P4
             waited = (w for w, count in self._waited.items() if count > 0)

@@ -102,6 +102,8 @@ class Round:
             return
         flags = self._trip.flags
         captured = call(ends, gradients, reach.inputs, flags)
+        if self._is_over():  # nobody waits for it any more
+            self._stop()
         if reach.leaves:
             count = len(reach.leaves)
             of_leaves, captured = [*captured[:count]], captured[count:]

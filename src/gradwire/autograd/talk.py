@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..rpc.futures import CallFuture
@@ -51,7 +52,7 @@ class Talk:
         self._desk = desk
         self._about = about
         self._end = end
-        self._futures: list[CallFuture] = []
+        self._coming: dict[CallFuture, Callable[[], None]] = {}  # answers
         self._asking = 0  # threads; two that come at the same time may count as one
 
     def can_ask(self) -> bool:
@@ -80,13 +81,17 @@ class Talk:
         except Exception as error:  # noqa: BLE001 it cannot be sent, or nobody is there
             answered(to, _raising(error))
             return
-        self._futures.append(future)
+        see_to_it = partial(answered, to, future.value)
+        self._coming[future] = see_to_it
+        if not future.done():
+            future.on_done(partial(self._came, future))
+        else:  # torch would swallow a Ctrl-C in what it calls
+            self._came(future)
 
-        def came() -> None:
-            self._futures.remove(future)
-            answered(to, future.value)
-
-        future.on_done(came)
+    def _came(self, future: CallFuture) -> None:
+        see_to_it = self._coming.pop(future, None)  # once
+        if see_to_it is not None:
+            see_to_it()
 
     def over(self, to: int, outcome: Outcome) -> None:
         """Tell the engager that the pass has ended here, and how."""
@@ -103,9 +108,14 @@ class Talk:
 
         That saves others being woken for it.
         """
-        coming = next((f for f in list(self._futures) if not f.done()), None)
+        coming = next(iter(list(self._coming)), None)
         if coming is None:
             return False
+        if (
+            coming.done()
+        ):  # and torch has not told us yet, or a Ctrl-C kept it from that
+            self._came(coming)
+            return True
         try:
             coming.wait(_GLANCE)
         except Exception:  # noqa: BLE001 whoever is told of the answer sees to it

@@ -146,6 +146,8 @@ class Work:
             return ()
         job = Job(roots, segment, start.wanted, self._flags, given)
         found = engine.execute(job, run)
+        if run.is_over():  # nobody waits for it any more
+            return ()
         if found.leaves:
             keep(self._context, look_at(segment.leaves), found.leaves, self._flags)
         for index, gradient in enumerate(found.wanted):
