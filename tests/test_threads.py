@@ -364,6 +364,21 @@ def test_an_executor_without_work_can_be_closed(make: Make) -> None:
     assert executor.join(SOON)
 
 
+def test_an_interrupt_while_a_thread_is_begun_leaves_none_to_wait_for(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(thread: threading.Thread) -> None:
+        raise KeyboardInterrupt
+
+    executor = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            executor.submit(lambda: None)
+    executor.close()
+    assert executor.join(1)
+
+
 def test_join_says_whether_a_task_still_runs(make: Make) -> None:
     executor, stuck = make(), Stuck()
     executor.submit(stuck)

@@ -167,8 +167,12 @@ class Executor:
         name = f"gradwire-{self._name}-{role}-{next(self._numbers)}"
         thread = threading.Thread(target=run, name=name, daemon=True)
         with self._starting:
-            self._threads.add(thread)
-            thread.start()
+            try:
+                self._threads.add(thread)
+                thread.start()
+            finally:
+                if thread.ident is None:  # Ctrl-C came before it began
+                    self._threads.discard(thread)
 
     def _work(self) -> None:
         ident = threading.get_ident()
