@@ -7,7 +7,7 @@ travel and who reads them.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ from gradwire.autograd.contexts import Context
 from gradwire.errors import CallTimeout, GradwireError, WorkerLostError
 from gradwire.rpc.functions import async_execution
 from sockets_world import close_world, open_world, vanish, wait_until
+from weighing import see_gradients_of
 
 close = torch.testing.assert_close
 
@@ -63,19 +64,6 @@ def use_weights(size: int) -> None:
 def see_nothing_left(workers: Workers) -> None:
     infos = [w.autograd.debug_info for w in workers if not w.is_closed]
     wait_until(lambda: not any(count for info in infos for count in info().values()))
-
-
-def see_gradients(
-    workers: Workers, ctx: int, local: Tensor, leaves: Sequence[Sequence[Tensor]]
-) -> None:
-    """Those of each worker are those of the same program run here."""
-    flat = [leaf for own in leaves for leaf in own]
-    expected = dict(zip(flat, torch.autograd.grad(local, flat), strict=True))
-    for worker, own in zip(workers, leaves, strict=True):
-        is_known = ctx in [context.id for context in worker.autograd.contexts]
-        found = worker.autograd.get_gradients(ctx) if is_known else {}
-        close(found, {leaf: expected[leaf] for leaf in own})
-        assert all(leaf.grad is None for leaf in own)
 
 
 def weigh(x: Tensor) -> Tensor:
@@ -127,7 +115,7 @@ def test_gradients_come_back_through_all_ways_to_call(
         gw.backward(ctx, [(f["0"] * f["1"] * h).sum()])
         local = weighed(x * 2, 1, 2, 1, 1, 2, 0, 1) * weighed(x * 2, 1) * x * 2
         own = [[weights[f"worker{i}"]] for i in range(3)]
-        see_gradients(workers, ctx, local.sum(), [[x, *own[0]], own[1], own[2]])
+        see_gradients_of(workers, ctx, local.sum(), [[x, *own[0]], own[1], own[2]])
 
 
 @pytest.mark.parametrize("path", "120 1010 0110".split())
@@ -144,7 +132,7 @@ def test_calls_that_make_calls(workers: Workers, path: str) -> None:
         leaves: list[list[Tensor]] = [[x], [], []]
         for i in set(numbers):
             leaves[i].append(weights[f"worker{i}"])
-        see_gradients(workers, ctx, local, leaves)
+        see_gradients_of(workers, ctx, local, leaves)
 
 
 def test_many_calls_at_once(workers: Workers) -> None:
@@ -156,7 +144,7 @@ def test_many_calls_at_once(workers: Workers) -> None:
         gw.backward(ctx, [total])
         each = [weighed(x * i, 1 + i % 2) for i in range(50)]
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(workers, ctx, torch.stack(each).sum(), own)
+        see_gradients_of(workers, ctx, torch.stack(each).sum(), own)
 
 
 @async_execution
@@ -188,7 +176,7 @@ def test_functions_that_answer_later(workers: Workers, func: Any) -> None:
         gw.backward(ctx, [(z * x).sum()])
         local = (weighed(x * 2, 2, 2, 2, 1, 2, 2, 2, 1) * x).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(workers, ctx, local, own)
+        see_gradients_of(workers, ctx, local, own)
 
 
 def test_tasks_have_contexts_of_their_own(workers: Workers) -> None:
@@ -237,7 +225,7 @@ def test_kinds_of_tensors_side_by_side(workers: Workers) -> None:
         gw.backward(ctx, [(y["0"] * y["1"] * y["4"] * y["2"].sum() + y["3"]).sum()])
         each = [weighed(t, 1) for t in (x, p, large, large[::2], x.flip(0))]
         local = (each[0] * each[1] * each[4] * each[2].sum() + each[3]).sum()
-        see_gradients(workers, ctx, local, [[x, p, large], [weights["worker1"]], []])
+        see_gradients_of(workers, ctx, local, [[x, p, large], [weights["worker1"]], []])
 
 
 def test_large_gradients_outlive_their_context(workers: Workers) -> None:
@@ -269,7 +257,7 @@ def test_several_passes_and_second_derivatives(workers: Workers) -> None:
         (slope,) = torch.autograd.grad(y, [x], create_graph=True)
         local = 2 * y + (slope**2).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(workers, ctx, local, own)
+        see_gradients_of(workers, ctx, local, own)
 
 
 def raise_in_backward(x: Tensor, path: list[str]) -> Tensor:
@@ -303,7 +291,7 @@ def test_an_error_in_a_backward_and_then_none(workers: Workers, path: str) -> No
         leaves: list[list[Tensor]] = [[x], [], []]
         for i in numbers:
             leaves[i].append(weights[f"worker{i}"])
-        see_gradients(workers, ctx, local, leaves)
+        see_gradients_of(workers, ctx, local, leaves)
 
 
 def weigh_held(x: Tensor) -> Tensor:
@@ -329,7 +317,7 @@ def test_a_pass_after_a_call_that_timed_out(workers: Workers, call: Any) -> None
         wait_until(lambda: len(there.sends) == 3)
         gw.backward(ctx, [(y * h).sum()])
         local = 2 * (weighed(x * 2, 1) * x * 2).sum()
-        see_gradients(workers, ctx, local, [[x], [weights["worker1"]], []])
+        see_gradients_of(workers, ctx, local, [[x], [weights["worker1"]], []])
 
 
 def test_threads_with_contexts_of_their_own(workers: Workers) -> None:
@@ -366,7 +354,7 @@ def test_a_worker_that_vanished(workers: Workers) -> None:
         y = gw.rpc_sync("worker1", weigh, (x,))
         gw.backward(ctx, [y.sum()])
         local = weighed(x, 1).sum()
-        see_gradients(workers[:2], ctx, local, [[x], [weights["worker1"]]])
+        see_gradients_of(workers[:2], ctx, local, [[x], [weights["worker1"]]])
 
 
 _gates: list[Gate] = []

@@ -45,10 +45,20 @@ def see_nothing_left(world: World) -> None:
 def see_gradients(
     world: World, ctx: int, local: Tensor, leaves: Sequence[Sequence[Tensor]]
 ) -> None:
+    """As `see_gradients_of`, for all workers of a world."""
+    see_gradients_of(world.workers, ctx, local, leaves)
+
+
+def see_gradients_of(
+    workers: Sequence[gw.Worker],
+    ctx: int,
+    local: Tensor,
+    leaves: Sequence[Sequence[Tensor]],
+) -> None:
     """Those of each worker are those of the same program run here, and `.grad` is left alone."""
     flat = [leaf for own in leaves for leaf in own]
     expected = dict(zip(flat, torch.autograd.grad(local, flat), strict=True))
-    for worker, own in zip(world.workers, leaves, strict=True):
+    for worker, own in zip(workers, leaves, strict=True):
         is_known = ctx in [context.id for context in worker.autograd.contexts]
         found = worker.autograd.get_gradients(ctx) if is_known else {}
         close(found, {leaf: expected[leaf] for leaf in own})

@@ -46,16 +46,7 @@ from .errands import Errands, can_serve
 from .exchanges import Exchange
 from .failures import describe
 from .mail import Ended, Mail
-from .messages import (
-    About,
-    Delivery,
-    Done,
-    Failed,
-    Noted,
-    Outcome,
-    pack,
-    unpack,
-)
+from .messages import About, Delivery, Done, Failed, Noted, Outcome, pack, unpack
 from .nodes import Crossing, Gradients
 from .passes import Progress
 from .talk import End, Look, Message, Question, Talk
@@ -322,8 +313,11 @@ class Part:
             return True
         if not run.may_wait and not engine.is_inside():
             return self._errands is not None and self._errands.leave(run)
-        self._desk.executor.submit(partial(self._go_on_alone, [run]))
+        self._submit(run)
         return True
+
+    def _submit(self, run: Run) -> None:
+        self._desk.executor.submit(partial(self._go_on_alone, [run]))
 
     def _go_on_alone(self, runs: list[Run]) -> None:
         try:
@@ -395,4 +389,4 @@ class Part:
                 message = Message(to, self.mail.progress.speak(to), held[to])
             self._talk.post(message, self._answered)
         for run in self._act(actions):  # on a thread of the engine's own
-            self._desk.executor.submit(partial(self._go_on_alone, [run]))
+            self._submit(run)

@@ -90,7 +90,7 @@ class Progress:
         self._actions: list[Action] = []
         # Pieces to look at once all that came is known.
         self._touched: dict[int, None] = {}
-        self._sure = Sureness(me, plan, self._gone, self._touched)
+        self._sure = Sureness(me, plan, self._gone, self._touched, self._piece_of)
         # By piece, the sends with which it is run, and to which it was, or is to be, narrowed.
         self._runs: dict[int, tuple[int, ...]] = {}
         self._kept: dict[int, tuple[int, ...]] = {}
@@ -376,7 +376,7 @@ class Progress:
         return worker not in self._told or self._has_news(worker)
 
     def _has_news(self, worker: int) -> bool:
-        return worker in self._voids or worker in self._sure.whom_to_tell()
+        return worker in self._voids or self._sure.has_news(worker)
 
 
 def _count(workers: Iterable[int]) -> dict[int, int]:

@@ -6,7 +6,7 @@ message more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable, Mapping, Set
 
 from .actions import Piece, Plan
 
@@ -14,11 +14,16 @@ from .actions import Piece, Plan
 class Sureness:
     """Of one worker in one pass. `gone`: the recvs of which all is known.
 
-    `touched` gets the pieces that should be looked at again.
+    `touched` gets the pieces that should be looked at again; `piece_of` has those of sends.
     """
 
     def __init__(
-        self, me: int, plan: Plan, gone: Set[int], touched: dict[int, None]
+        self,
+        me: int,
+        plan: Plan,
+        gone: Set[int],
+        touched: dict[int, None],
+        piece_of: Mapping[int, int],
     ) -> None:
         self.sends: set[int] = set()
         """Those that gradients came or will come for, as far as was said."""
@@ -32,7 +37,7 @@ class Sureness:
         self._to_ask: set[int] = set()
         self._asked: set[int] = set()
         self._known: dict[int, tuple[int, ...]] = {}  # what pieces were looked at with
-        self._piece_of = {s: i for i, p in enumerate(plan.pieces) for s in p.sends}
+        self._piece_of = piece_of
 
     def heard(self, sender: int, sends: Iterable[int], *, asks: bool) -> None:
         """Gradients will come for these sends; and whether the sender wants to know the same."""
@@ -49,6 +54,9 @@ class Sureness:
 
     def whom_to_tell(self) -> Set[int]:
         return self._vouches.keys() | self._to_ask
+
+    def has_news(self, worker: int) -> bool:
+        return worker in self._vouches or worker in self._to_ask
 
     def vouch(self, recvs: Iterable[int]) -> None:
         """Gradients will come from these."""

@@ -82,8 +82,7 @@ class Work:
             self._lock
         ):  # two threads may come in either order: what is left out stays so
             whole = self._segments[piece]
-            kept = [send for send in whole.sends if send.crossing.id in sends]
-            parts = self._cut(self._roots(whole), kept)
+            kept, parts = self._cut_to(whole, sends)
             recvs = [recv for part in parts for recv in part.recvs]
             leaves = {leaf for part in parts for leaf in part.leaves}
             ids = [recv.crossing.id for recv in recvs]
@@ -95,10 +94,15 @@ class Work:
 
     def reach(self, piece: int, sends: Sequence[int]) -> list[int]:
         """The recvs that the roots of a piece reach, and these sends of it."""
-        whole = self._segments[piece]
-        kept = [send for send in whole.sends if send.crossing.id in sends]
-        parts = self._cut(self._roots(whole), kept)
+        _, parts = self._cut_to(self._segments[piece], sends)
         return [recv.crossing.id for part in parts for recv in part.recvs]
+
+    def _cut_to(
+        self, whole: Segment, sends: Sequence[int]
+    ) -> tuple[list[Send], list[Segment]]:
+        """These sends of a segment, and what it is with its roots and no others."""
+        kept = [send for send in whole.sends if send.crossing.id in sends]
+        return kept, self._cut(self._roots(whole), kept)
 
     def _cut(self, roots: Sequence[Any], sends: Sequence[Send]) -> list[Segment]:
         return cut(roots, sends, self._context.id, is_joint, replicated)
