@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from gradwire.autograd.recording import Recording
-from gradwire.autograd.service import Autograd
+from gradwire._autograd.recording import Recording
+from gradwire._autograd.service import Autograd
+from gradwire._wire.frames import Frame, Parcel
+from gradwire._wire.messages import CALL
 from gradwire.testing import World
-from gradwire.wire.frames import Frame, Parcel
-from gradwire.wire.messages import CALL
 from gradwire.worker import Worker
 
 ENOUGH = 20.0

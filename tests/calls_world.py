@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.rpc.functions import async_execution
+from gradwire._rpc.async_execution import async_execution
 
 ENOUGH = 20.0
 """Seconds that nothing takes, unless it hangs."""

@@ -4,10 +4,10 @@ from typing import Any
 
 import torch
 
-from gradwire.wire.codec import Codec, Manner
-from gradwire.wire.frames import Frame, Limits, Parcel
-from gradwire.wire.messages import Call
-from gradwire.wire.tensors import INLINE
+from gradwire._wire.codec import Codec, Manner
+from gradwire._wire.dense_tensors import INLINE
+from gradwire._wire.frames import Frame, Limits, Parcel
+from gradwire._wire.messages import Call
 
 LIMITS = Limits(1 << 28, 1 << 34)
 PICKLE, PLAIN = Manner(), Manner(plain=True)

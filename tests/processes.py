@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import IO, Any
 
 import gradwire
-from gradwire.transport.faulty import Faults
-from gradwire.transport.rendezvous import find_place
+from gradwire._transport.faulty import Faults
+from gradwire._transport.rendezvous import find_place
 from gradwire.worker import Worker
 from sockets_world import LIMIT, close_world, join_world, wait_until
 

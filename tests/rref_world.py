@@ -12,13 +12,13 @@ from typing import Any
 
 import gradwire as gw
 from calls_world import ENOUGH
-from gradwire.rref.messages import ADOPT, NOTES, RECALL
+from gradwire._rref.messages import ADOPT, NOTES, RECALL
+from gradwire._transport.base import Card, Transport
+from gradwire._transport.loopback import LoopbackNetwork, LoopbackTransport
+from gradwire._wire.frames import Frame, Parcel
+from gradwire._wire.messages import FAILURE, RESULT
 from gradwire.testing import World
 from gradwire.threads import Executor
-from gradwire.transport.base import Card, Transport
-from gradwire.transport.loopback import LoopbackNetwork, LoopbackTransport
-from gradwire.wire.frames import Frame, Parcel
-from gradwire.wire.messages import FAILURE, RESULT
 
 ended: Counter[str] = Counter()
 """How often each value has come to its end."""

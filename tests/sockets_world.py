@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 
 from torch.distributed import HashStore, Store
 
+from gradwire._transport.base import Transport
+from gradwire._transport.faulty import Faults, FaultyTransport
+from gradwire._transport.rendezvous import Place
 from gradwire.api import enter
 from gradwire.events import Event
 from gradwire.options import Options
 from gradwire.threads import Executor
-from gradwire.transport.base import Transport
-from gradwire.transport.faulty import Faults, FaultyTransport
-from gradwire.transport.rendezvous import Place
 from gradwire.worker import Worker, open_worker
 
 T = TypeVar("T")

@@ -12,8 +12,8 @@ from torch.autograd import Function
 
 import gradwire as gw
 from autograd_world import doubles
+from gradwire._rpc import torch_modes
 from gradwire.api import enter
-from gradwire.rpc import modes
 from gradwire.testing import World
 from processes import Processes
 from sockets_world import together
@@ -151,7 +151,7 @@ def test_the_mode_is_on_as_long_as_somebody_needs_it() -> None:
 
     def use(count: int) -> None:
         for _ in range(count):
-            with modes.anomaly_mode(check_nan=True):
+            with torch_modes.anomaly_mode(check_nan=True):
                 states.append(torch.is_anomaly_enabled())
 
     together(*(lambda: use(200) for _ in range(3)))
@@ -161,7 +161,7 @@ def test_the_mode_is_on_as_long_as_somebody_needs_it() -> None:
 
 def test_who_switched_the_mode_on_switches_it_off() -> None:
     with torch.autograd.set_detect_anomaly(True, check_nan=False):
-        with modes.anomaly_mode(check_nan=True):
+        with torch_modes.anomaly_mode(check_nan=True):
             assert not torch.is_anomaly_check_nan_enabled()
         assert torch.is_anomaly_enabled()
 

@@ -20,8 +20,8 @@ from autograd_world import (
     there_and_back,
 )
 from calls_world import orders
+from gradwire._transport.faulty import Faults
 from gradwire.errors import GradwireError, RemoteError, WorkerLostError
-from gradwire.transport.faulty import Faults
 from sockets_world import socket_world
 
 close = torch.testing.assert_close
@@ -492,11 +492,11 @@ def test_who_was_called_by_a_lost_worker_hears_of_the_end(is_over: bool) -> None
 def test_a_release_that_is_lost_is_said_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from gradwire.autograd import releases, service
+    from gradwire._autograd import context_release, service
 
     monkeypatch.setattr(service, "_PATIENCE", 0.05)
-    monkeypatch.setattr(releases, "_PAUSE", 0.01)
-    monkeypatch.setattr(releases, "_TRIES", 100)
+    monkeypatch.setattr(context_release, "_PAUSE", 0.01)
+    monkeypatch.setattr(context_release, "_TRIES", 100)
     faults = Faults(drop=0.5, kinds=frozenset([service.RELEASE]))
     with autograds(2, seed=3, faults=faults) as world:
         for _ in range(10):

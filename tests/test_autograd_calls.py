@@ -12,8 +12,8 @@ from torch import Tensor, nn
 import gradwire as gw
 from autograd_world import ENOUGH, doubles
 from calls_world import held, holding, meanwhile, orders
+from gradwire._rpc.async_execution import async_execution
 from gradwire.api import current_worker
-from gradwire.rpc.functions import async_execution
 from weighing import (
     Way,
     by_async,

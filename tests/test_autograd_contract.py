@@ -17,9 +17,9 @@ from torch import Tensor
 
 import gradwire as gw
 from autograd_world import ENOUGH, Autograds, autograds, doubles
+from gradwire._autograd.actions import Words
+from gradwire._autograd.messages import About, Done, step, unpack
 from gradwire.api import current_worker, enter
-from gradwire.autograd.actions import Words
-from gradwire.autograd.messages import About, Done, step, unpack
 from gradwire.errors import GradwireError, WorkerLostError
 from gradwire.testing import World
 from processes import Process, Processes

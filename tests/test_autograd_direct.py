@@ -20,15 +20,15 @@ from autograd_world import (
     there_and_back,
     weighted,
 )
-from gradwire.autograd import deliveries, engine, messages, replicas, rounds
-from gradwire.autograd.contexts import Context
-from gradwire.autograd.failures import describe
-from gradwire.autograd.messages import Abort, Direct, Step
-from gradwire.autograd.recording import look_at_graph
-from gradwire.autograd.rounds import Record
-from gradwire.autograd.strands import Strands
+from gradwire._autograd import ddp, deliveries, engine, messages, rounds
+from gradwire._autograd.contexts import Context
+from gradwire._autograd.failures import describe
+from gradwire._autograd.messages import Abort, Direct, Step
+from gradwire._autograd.recording import look_at_graph
+from gradwire._autograd.rounds import Record
+from gradwire._autograd.strands import Strands
+from gradwire._wire.packets import Packet
 from gradwire.errors import GradwireError, ProtocolError
-from gradwire.wire.packets import Packet
 
 close = torch.testing.assert_close
 
@@ -478,7 +478,7 @@ def test_other_threads_may_send_while_a_pass_looks_at_what_was_sent(
         x, y = doubles(3), doubles(3)
         results = [there_and_back(world, context, t, torch.sin) for t in (x, y, x, y)]
         late = [doubles(3)] * 2
-        original = replicas.is_joint
+        original = ddp.is_joint
 
         def is_joint(leaf: Any) -> bool:
             while late:
@@ -486,7 +486,7 @@ def test_other_threads_may_send_while_a_pass_looks_at_what_was_sent(
                 look_at_graph(world[0].contexts.get(context))
             return original(leaf)
 
-        monkeypatch.setattr(replicas, "is_joint", is_joint)
+        monkeypatch.setattr(ddp, "is_joint", is_joint)
         world[0].backward(context, [torch.stack(results).sum()])
         assert not late
         close(

@@ -11,7 +11,7 @@ from torch import Tensor
 import gradwire as gw
 from autograd_programs import check, draw
 from autograd_world import ENOUGH, Raises, autograds
-from gradwire.autograd import gates
+from gradwire._autograd import device_queues
 from gradwire.testing import World
 
 close = torch.testing.assert_close
@@ -31,8 +31,8 @@ def _cuda() -> None:
 @pytest.fixture
 def two_rounds(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As if there was a device, whose queue is the CPU's own."""
-    monkeypatch.setattr(gates, "are_needed", lambda: True)
-    monkeypatch.setattr(gates, "_survey", lambda sources: ([CPU], 2))
+    monkeypatch.setattr(device_queues, "are_needed", lambda: True)
+    monkeypatch.setattr(device_queues, "_survey", lambda sources: ([CPU], 2))
     Raises.is_on = False
     yield
     Raises.is_on = True
@@ -50,7 +50,7 @@ def test_programs_are_exact_behind_gates(seed: int) -> None:
 
 def test_a_graph_on_the_cpu_needs_no_gates() -> None:
     x = torch.ones(3, requires_grad=True)
-    assert gates._survey([(x * 2).sum().grad_fn]) == ([], 0)
+    assert device_queues._survey([(x * 2).sum().grad_fn]) == ([], 0)
 
 
 def mixed(y: Tensor, device: str, times: int) -> Tensor:
@@ -67,7 +67,7 @@ def mixed(y: Tensor, device: str, times: int) -> Tensor:
 def test_the_ways_between_queues_are_counted() -> None:
     x = torch.ones(3, requires_grad=True)
     loss = mixed(x * 2, "cuda", 3).sum()
-    devices, crossings = gates._survey([loss.grad_fn])
+    devices, crossings = device_queues._survey([loss.grad_fn])
     assert devices == [torch.device("cuda", torch.cuda.current_device())]
     assert crossings == 6
 

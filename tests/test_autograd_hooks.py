@@ -14,7 +14,7 @@ from torch import Tensor
 
 import gradwire as gw
 from autograd_world import doubles
-from gradwire.autograd import hooks
+from gradwire._autograd import hooks
 from gradwire.testing import World
 
 close = torch.testing.assert_close
@@ -290,7 +290,7 @@ x = torch.ones(3, requires_grad=True)
 node = x.view_as(x).grad_fn.next_functions[0][0]
 {put}
 import gradwire
-from gradwire.autograd import hooks
+from gradwire._autograd import hooks
 print(len(hooks.after(node)), bool(hooks.on_nodes))
 """
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.autograd.actions import (
+from gradwire._autograd.actions import (
     Abort,
     Action,
     Answer,
@@ -22,7 +22,7 @@ from gradwire.autograd.actions import (
     Wake,
     Words,
 )
-from gradwire.autograd.passes import Progress
+from gradwire._autograd.pass_state import Progress
 
 ROOTS = Piece(has_roots=True)
 DONE = Answer(is_done=True)

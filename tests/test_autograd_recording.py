@@ -12,9 +12,9 @@ import torch
 
 import gradwire as gw
 from autograd_world import autograds, doubles
-from gradwire.autograd.contexts import Context, Contexts, Memory, owner
-from gradwire.autograd.graph import cut
-from gradwire.autograd.nodes import Crossing, Send, make_recv
+from gradwire._autograd.contexts import Context, Contexts, Memory, owner
+from gradwire._autograd.graph import cut
+from gradwire._autograd.nodes import Crossing, Send, make_recv
 from gradwire.errors import GradwireError
 from gradwire.testing import World
 

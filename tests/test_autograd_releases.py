@@ -9,9 +9,9 @@ import torch
 import gradwire as gw
 from autograd_world import autograds, doubles
 from calls_world import until
-from gradwire.autograd import releases
-from gradwire.autograd.messages import Release
-from gradwire.autograd.releases import Releases
+from gradwire._autograd import context_release
+from gradwire._autograd.context_release import Releases
+from gradwire._autograd.messages import Release
 from gradwire.testing import World
 
 
@@ -98,7 +98,7 @@ def fail() -> None:
 def test_the_next_request_of_a_context_tells_of_the_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(releases, "_GATHER", 3600.0)
+    monkeypatch.setattr(context_release, "_GATHER", 3600.0)
     with World(2) as world, world.as_worker(0):
         x = doubles(3)
         for _ in range(3):

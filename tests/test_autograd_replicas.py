@@ -14,8 +14,8 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from autograd_world import ENOUGH, Gate, autograds
 from calls_world import meanwhile
+from gradwire._autograd import ddp
 from gradwire.api import current_worker, enter
-from gradwire.autograd import replicas
 from processes import Processes
 
 close = torch.testing.assert_close
@@ -216,7 +216,7 @@ def test_a_leaf_that_is_shared_by_way_of_another() -> None:
 def test_a_module_that_another_pass_does_not_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(replicas, "_PATIENCE", 0.1)
+    monkeypatch.setattr(ddp, "_PATIENCE", 0.1)
     parallel, gate = DistributedDataParallel(twins()[0]), Gate()
     with autograds(1) as world:
 
@@ -281,10 +281,10 @@ def test_nothing_is_looked_for_without_a_process_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(replicas, "_look", lambda: pytest.fail("searched"))
+    monkeypatch.setattr(ddp, "_look", lambda: pytest.fail("searched"))
     parameter = nn.Parameter(torch.ones(3))
     edge = torch.autograd.graph.get_gradient_edge(parameter)
-    assert replicas.replicated([edge.node]) == []
+    assert ddp.replicated([edge.node]) == []
 
 
 # Several replicas, each in its own process

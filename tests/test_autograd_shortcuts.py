@@ -16,9 +16,9 @@ from autograd_world import (
     gradients_of_weighted,
     weighted,
 )
-from gradwire.autograd import messages
-from gradwire.autograd.direct import DirectPasses
-from gradwire.autograd.messages import Direct, Step
+from gradwire._autograd import messages
+from gradwire._autograd.messages import Direct, Step
+from gradwire._autograd.tree_pass import DirectPasses
 from gradwire.errors import GradwireError
 
 close = torch.testing.assert_close

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 import gradwire as gw
 from autograd_world import ENOUGH, Gate, Raises, doubles
 from calls_world import held, holding, meanwhile
+from gradwire._autograd import recording
+from gradwire._autograd.contexts import Context
+from gradwire._rpc.async_execution import async_execution
 from gradwire.api import current_worker, enter
-from gradwire.autograd import recording
-from gradwire.autograd.contexts import Context
 from gradwire.errors import CallTimeout, GradwireError, WorkerLostError
-from gradwire.rpc.functions import async_execution
 from sockets_world import close_world, open_world, vanish, wait_until
 from weighing import see_gradients_of
 

@@ -9,13 +9,13 @@ import pytest
 from rich.console import Console
 
 import gradwire as gw
-from gradwire.autograd.graph import walk
+from gradwire._autograd.graph import walk
 from gradwire.testing import World
-from gradwire.tools.bench import rivals
+from gradwire.tools.bench import ray_monarch
 from gradwire.tools.bench.command import main
-from gradwire.tools.bench.contender import available
 from gradwire.tools.bench.picture import draw
 from gradwire.tools.bench.report import Samples, markdown, show, summarize
+from gradwire.tools.bench.runner import available
 from gradwire.tools.bench.tasks import (
     TASKS,
     Caller,
@@ -142,9 +142,9 @@ def test_a_way_runs_the_tasks_that_it_can() -> None:
 def test_rivals_are_measured_where_they_are_installed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rivals, "find_spec", lambda package: package == "ray")
+    monkeypatch.setattr(ray_monarch, "find_spec", lambda package: package == "ray")
     assert available()[-1] == "Ray"
-    monkeypatch.setattr(rivals, "find_spec", lambda package: None)
+    monkeypatch.setattr(ray_monarch, "find_spec", lambda package: None)
     assert available() == ["torch", "torch, huge pages", "gradwire", "gradwire, TCP"]
 
 

@@ -12,12 +12,12 @@ import torch
 
 import gradwire as gw
 from calls_world import Boom, boom, whoami
-from gradwire.rpc.allow import AllowList
-from gradwire.rpc.runner import Runner
+from gradwire._rpc.allow import AllowList
+from gradwire._rpc.runner import Runner
+from gradwire._wire.codec import Codec, Manner
+from gradwire._wire.frames import Limits
+from gradwire._wire.messages import Call
 from gradwire.testing import World
-from gradwire.wire.codec import Codec, Manner
-from gradwire.wire.frames import Limits
-from gradwire.wire.messages import Call
 
 SOURCE = '''
 """A module of functions for others to call."""

@@ -26,10 +26,10 @@ from calls_world import (
     until,
     whoami,
 )
-from gradwire.rpc.functions import async_execution
-from gradwire.rpc.futures import CallFuture
+from gradwire._rpc.async_execution import async_execution
+from gradwire._rpc.futures import CallFuture
+from gradwire._transport.loopback import LoopbackTransport
 from gradwire.testing import World
-from gradwire.transport.loopback import LoopbackTransport
 
 
 @pytest.fixture(params=[None, 1], ids=["fifo", "seed1"])

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from gradwire import Options, WorkerInfo, WorkerLostError
+from gradwire._rpc.calls import CallsInFlight, Pending, Seen
+from gradwire._rpc.gatherings import Gatherings
+from gradwire._rpc.members import Members
+from gradwire._transport.base import Card
 from gradwire.events import Event
 from gradwire.ids import check_name
-from gradwire.rpc.calls import CallsInFlight, Pending, Seen
-from gradwire.rpc.gatherings import Gatherings
-from gradwire.rpc.members import Members
-from gradwire.transport.base import Card
 
 FOR_EVER = float("inf")
 

@@ -21,11 +21,11 @@ from calls_world import (
     until,
     whoami,
 )
+from gradwire._transport.base import Card
+from gradwire._transport.loopback import LoopbackNetwork, LoopbackTransport
 from gradwire.options import Options
 from gradwire.testing import World
 from gradwire.threads import Executor
-from gradwire.transport.base import Card
-from gradwire.transport.loopback import LoopbackNetwork, LoopbackTransport
 from gradwire.worker import Worker
 
 

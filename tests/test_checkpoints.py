@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import gradwire as gw
 from gradwire.checkpoint import shards
-from gradwire.checkpoint.folder import new_save
+from gradwire.checkpoint.layout import new_save
 from gradwire.testing import World
 from training_world import (
     assert_same,
@@ -226,7 +226,7 @@ import os, sys
 import torch
 from torch import nn
 import gradwire as gw
-from gradwire.checkpoint import folder, shards
+from gradwire.checkpoint import layout, shards
 from gradwire.testing import World
 
 def die(*_):
@@ -240,7 +240,7 @@ with World(1) as world, world.as_worker(0):
     if sys.argv[2] == "writing":
         shards.OwnedShard.write = die
     else:
-        folder.Path.replace = die
+        layout.Path.replace = die
     gw.save(sys.argv[1], model)
 """
 

@@ -45,7 +45,7 @@ def test_the_modules_that_users_read_first_have_examples() -> None:
     first = {
         "gradwire",
         "gradwire.api",
-        "gradwire.rpc.functions",
+        "gradwire._rpc.async_execution",
         "gradwire.testing.world",
     }
     assert first - set(modules_with_examples()) == set()

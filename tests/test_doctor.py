@@ -3,13 +3,13 @@
 import pytest
 
 from gradwire import Options
-from gradwire.tools.doctor import findings, trial
+from gradwire._transport import addresses, shared_memory
+from gradwire.tools.doctor import checks, selftest
 from gradwire.tools.doctor.command import main
-from gradwire.transport import addresses, segments
 
 
 def told(options: Options) -> dict[str, tuple[str, str]]:
-    return {f.what: (f.found, f.so) for f in findings.transports(options)}
+    return {f.what: (f.found, f.so) for f in checks.transports(options)}
 
 
 def test_everything_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,7 +31,7 @@ def test_it_tells_what_the_system_lacks(monkeypatch: pytest.MonkeyPatch) -> None
         raise OSError("not here")
 
     monkeypatch.setattr(addresses, "listen_unix", refuse)
-    monkeypatch.setattr(segments, "is_available", lambda: False)
+    monkeypatch.setattr(shared_memory, "is_available", lambda: False)
     found = told(Options())
     assert found["Unix sockets"][0] == found["shared memory"][0] == "no"
 
@@ -64,8 +64,8 @@ def test_the_key_is_not_shown(
 
 @pytest.mark.slow
 def test_the_self_test_measures_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "_SLICE", 0.05)
-    found = {f.what: f for f in trial.self_test(unix_sockets=False)}
+    monkeypatch.setattr(selftest, "_SLICE", 0.05)
+    found = {f.what: f for f in selftest.self_test(unix_sockets=False)}
     assert found["way"].found == "TCP"
     assert found["gradients"].found == "as local autograd has them"
     assert found["64 MiB there"].found.endswith(" GB/s")
@@ -74,8 +74,8 @@ def test_the_self_test_measures_and_compares(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.slow
 def test_a_partner_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial, "JOIN", 0.5)
-    monkeypatch.setattr(trial.sys, "executable", "/bin/false")
-    *_, last = trial.self_test(unix_sockets=True)
+    monkeypatch.setattr(selftest, "JOIN", 0.5)
+    monkeypatch.setattr(selftest.sys, "executable", "/bin/false")
+    *_, last = selftest.self_test(unix_sockets=True)
     assert last.is_bad
     assert "ranks [1] did not come" in last.so

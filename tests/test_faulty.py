@@ -20,12 +20,12 @@ from calls_world import (
     never,
     until,
 )
-from gradwire.rpc.messages import GATHER
+from gradwire._rpc.messages import GATHER
+from gradwire._transport.base import Card
+from gradwire._transport.faulty import Faults, FaultyTransport
+from gradwire._wire.frames import Parcel
+from gradwire._wire.messages import CALL, FAILURE, RESULT
 from gradwire.testing import World
-from gradwire.transport.base import Card
-from gradwire.transport.faulty import Faults, FaultyTransport
-from gradwire.wire.frames import Parcel
-from gradwire.wire.messages import CALL, FAILURE, RESULT
 
 REQUESTS = frozenset({CALL})
 ANSWERS = frozenset({RESULT, FAILURE})

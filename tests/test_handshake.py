@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.errors import AuthenticationError, ProtocolError
-from gradwire.transport.handshake import (
+from gradwire._transport.handshake import (
     CHALLENGE_SIZE,
     HELLO_SIZE,
     PROOF_SIZE,
@@ -21,6 +20,7 @@ from gradwire.transport.handshake import (
     new_hello,
     prove,
 )
+from gradwire.errors import AuthenticationError, ProtocolError
 
 KEY = b"the key of this world"
 OTHER_KEY = b"the key of another one"
@@ -141,7 +141,7 @@ def test_a_version_mismatch_says_both_versions(
 ) -> None:
     hello = hello_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("gradwire.transport.handshake.VERSION", 9)
+        patch.setattr("gradwire._transport.handshake.VERSION", 9)
         answer = challenge(OTHER_KEY, hello, Verdict.WRONG_VERSION)
     with pytest.raises(ProtocolError, match=f"speaks version 9, this worker {VERSION}"):
         prove(KEY, hello, answer)

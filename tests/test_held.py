@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from gradwire import WorkerLostError
-from gradwire.rpc.calls import Pending
-from gradwire.rpc.held import Held, HeldBack
-from gradwire.rpc.peers import Peer
+from gradwire._rpc.calls import Pending
+from gradwire._rpc.deferred_requests import Held, HeldBack
+from gradwire._rpc.peers import Peer
+from gradwire._transport.base import Card
+from gradwire._wire.frames import Parcel
 from gradwire.threads import Bell, Executor
-from gradwire.transport.base import Card
-from gradwire.wire.frames import Parcel
 from gradwire.worker import Worker
 from sockets_world import close_world, open_world, wait_until
 

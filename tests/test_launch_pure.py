@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwire.launch.course import Course
 from gradwire.launch.plan import Plan, recruits
-from gradwire.launch.words import LastWords
+from gradwire.launch.run_state import Course
+from gradwire.launch.stderr_tail import LastWords
 
 TERM, KILL, INT, ABRT = (
     signal.SIGTERM,

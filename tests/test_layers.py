@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-MAX_FILE_LINES = 400
+MAX_FILE_LINES = 500  # a class is not cut over files to stay below it
 MAX_FUNCTION_LINES = 40  # of code: no blank lines, comments or docstring
 
 RANKS = {
@@ -20,14 +20,15 @@ RANKS = {
     for rank, names in enumerate(
         [
             "errors ids options events threads",
-            "wire",
-            "transport",
-            "rpc",
-            "rref",
-            "autograd",
+            "_wire",
+            "_transport",
+            "_rpc",
+            "_rref",
+            "_autograd",
             "worker",
             "api",
-            "owners",
+            "rpc autograd",
+            "fanout",
             "optim",
             "nn",
             "checkpoint",
@@ -41,18 +42,15 @@ RANKS = {
 ROOT = "gradwire"
 # These bring everything together, so they may import anything.
 ENTRIES = {ROOT, f"{ROOT}.__main__"}
-# Packages whose __init__ re-exports api.py to users. It therefore counts as standing
-# just above api, while the modules beside it keep the rank of their folder.
-FACES = {f"{ROOT}.rpc", f"{ROOT}.autograd"}
 
 # Module: why no public name does.
 PRIVATE_TORCH: dict[str, str] = {
-    "gradwire.autograd.engine": "the engine without 10 µs of checks; is the profiler on",
+    "gradwire._autograd.engine": "the engine without 10 µs of checks; is the profiler on",
     "gradwire.compat.installing": "the compiler has imported RRef by now",
     "gradwire.compat.rpc.scripts": "which functions are operators, under which names",
     "gradwire.compat.rpc.starting": "what init_rpc does in a world without a size",
-    "gradwire.wire.recipes": "quantized tensors from their stored integers",
-    "gradwire.wire.watched": "is there a mode, a transform or a tracer",
+    "gradwire._wire.tensor_kinds": "quantized tensors from their stored integers",
+    "gradwire._wire.torch_modes": "is there a mode, a transform or a tracer",
 }
 
 SOURCE = Path(__file__).parents[1] / "src" / ROOT
@@ -179,31 +177,27 @@ def is_allowed(importer: str, imported: str) -> bool:
         return True
     if imported == ROOT:
         return rank(importer) > RANKS["checkpoint"]  # the root re-exports all up to it
-    if imported in FACES:
-        return rank(importer) > RANKS["api"]
     if folder(importer) == folder(imported):
         return True
-    if importer in FACES:
-        return rank(imported) <= RANKS["api"]
     return rank(imported) < rank(importer)
 
 
 @pytest.mark.parametrize(
     ("importer", "imported", "allowed"),
     [
-        ("gradwire.wire.frames", "gradwire.errors", True),
-        ("gradwire.wire.frames", "gradwire.wire.limits", True),
-        ("gradwire.wire.frames", "gradwire.transport.base", False),
+        ("gradwire._wire.frames", "gradwire.errors", True),
+        ("gradwire._wire.frames", "gradwire._wire.limits", True),
+        ("gradwire._wire.frames", "gradwire._transport.base", False),
         ("gradwire.ids", "gradwire.errors", False),
         ("gradwire.tools.bench", "gradwire.testing.world", False),
         ("gradwire.tools.bench", "gradwire", True),
         ("gradwire.api", "gradwire", False),
         ("gradwire.rpc", "gradwire.api", True),
         ("gradwire.rpc", "gradwire.optim", False),
-        ("gradwire.rpc.agent", "gradwire.api", False),
-        ("gradwire.rpc.agent", "gradwire.rpc", False),
+        ("gradwire._rpc.agent", "gradwire.api", False),
+        ("gradwire._rpc.agent", "gradwire.rpc", False),
         ("gradwire.worker", "gradwire.rpc", False),
-        ("gradwire.worker", "gradwire.rpc.agent", True),
+        ("gradwire.worker", "gradwire._rpc.agent", True),
         ("gradwire.optim.step", "gradwire.rpc", True),
         ("gradwire.__main__", "gradwire.compat", True),
     ],
@@ -217,11 +211,11 @@ def test_the_rule_is_the_one_we_mean(
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("import gradwire.rpc.agent", "gradwire.rpc.agent"),
-        ("from gradwire.rpc import agent", "gradwire.rpc.agent"),
+        ("import gradwire._rpc.agent", "gradwire._rpc.agent"),
+        ("from gradwire._rpc import agent", "gradwire._rpc.agent"),
         ("from gradwire.rpc import rpc_sync", "gradwire.rpc"),
-        ("from . import agent", "gradwire.rpc.agent"),
-        ("from .agent import Agent", "gradwire.rpc.agent"),
+        ("from . import agent", "gradwire._rpc.agent"),
+        ("from .agent import Agent", "gradwire._rpc.agent"),
         ("from .. import errors", "gradwire.errors"),
         ("from ..errors import ClosedError", "gradwire.errors"),
         ("if TYPE_CHECKING:\n    import gradwire.errors", "gradwire.errors"),
@@ -230,8 +224,8 @@ def test_the_rule_is_the_one_we_mean(
     ],
 )
 def test_an_import_is_found_however_it_is_written(line: str, found: str | None) -> None:
-    known = {"gradwire", "gradwire.rpc", "gradwire.rpc.agent", "gradwire.errors"}
-    names = list(imported_by(ast.parse(line), "gradwire.rpc", known))
+    known = {"gradwire", "gradwire.rpc", "gradwire._rpc.agent", "gradwire.errors"}
+    names = list(imported_by(ast.parse(line), "gradwire._rpc", known))
     assert names == ([found] if found else [])
 
 

@@ -13,34 +13,34 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gradwire._transport import shm_mailbox
+from gradwire._transport.base import Traffic
+from gradwire._transport.busy_poll import Patience, Spin
+from gradwire._transport.framed_socket import Stream
+from gradwire._transport.shared_memory import Recycler
+from gradwire._wire.frames import Limits, Parcel
+from gradwire._wire.messages import CALL, LETTERS
 from gradwire.errors import ProtocolError
-from gradwire.transport import letters
-from gradwire.transport.base import Traffic
-from gradwire.transport.segments import Recycler
-from gradwire.transport.spin import Patience, Spin
-from gradwire.transport.streams import Stream
-from gradwire.wire.frames import Limits, Parcel
-from gradwire.wire.messages import CALL, LETTERS
 from sockets_world import socket_world, wait_until
 
 LIMITS = Limits(1 << 20, 1 << 20)
-TOO_LARGE = letters.BOXES // 2
+TOO_LARGE = shm_mailbox.BOXES // 2
 
 pytestmark = pytest.mark.skipif(
-    not letters.are_possible(), reason="this processor cannot have letters"
+    not shm_mailbox.are_possible(), reason="this processor cannot have letters"
 )
 
 
 @contextmanager
 def streams(traffic: Traffic | None = None) -> Iterator[tuple[Stream, Stream]]:
     """Two ends of a connection that have letters."""
-    memory = memoryview(bytearray(letters.BOXES))
+    memory = memoryview(bytearray(shm_mailbox.BOXES))
     pair = [
         Stream(sock, LIMITS, Recycler(), nullcontext, traffic)
         for sock in socket.socketpair()
     ]
     for offered, stream in zip((True, False), pair, strict=True):
-        boxes = letters.boxes(memory, offered=offered)
+        boxes = shm_mailbox.boxes(memory, offered=offered)
         stream.reader.inbox, stream.writer.outbox = boxes
     try:
         yield pair[0], pair[1]
@@ -148,7 +148,7 @@ def test_one_who_ceases_to_look_finds_what_came_in_the_last_moment() -> None:
 def test_one_who_looks_for_letters_sees_what_comes_by_the_socket(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(letters, "_LOOKS", itertools.count())  # else for ever
+    monkeypatch.setattr(shm_mailbox, "_LOOKS", itertools.count())  # else for ever
     with streams() as (here, there):
         for number in range(3):
             begin(there)

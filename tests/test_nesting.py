@@ -18,13 +18,13 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire.rpc.encoding import prepare
-from gradwire.transport import hosts
-from gradwire.transport.hosts import Hosts
-from gradwire.transport.nesting import LaneEnd
-from gradwire.transport.questions import Question
-from gradwire.transport.streams import Stream
-from gradwire.wire.frames import Frame, Parcel
+from gradwire._rpc.encoding import prepare
+from gradwire._transport import thread_cache
+from gradwire._transport.framed_socket import Stream
+from gradwire._transport.nesting import LaneEnd
+from gradwire._transport.questions import Question
+from gradwire._transport.thread_cache import Hosts
+from gradwire._wire.frames import Frame, Parcel
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
@@ -822,7 +822,7 @@ def test_tasks_do_not_wait_for_each_other() -> None:
 def test_threads_go_when_there_is_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(hosts, "_IDLE", 0.01)
+    monkeypatch.setattr(thread_cache, "_IDLE", 0.01)
     threads = Hosts(start)
     run_all(threads, 1)
     wait_until(lambda: not threads._idle)
@@ -835,7 +835,7 @@ def test_threads_go_when_there_is_nothing_to_do(
 def test_ctrl_c_while_a_task_is_given_loses_no_thread(
     monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    monkeypatch.setattr(hosts, "_IDLE", MOMENT)
+    monkeypatch.setattr(thread_cache, "_IDLE", MOMENT)
     threads, done = Hosts(start), threading.Event()
     run_all(threads, 1)
     (host,) = threads._idle

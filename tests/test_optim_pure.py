@@ -5,7 +5,7 @@ import torch
 from torch import optim
 
 from gradwire.optim.groups import Share, changes, merge_states, split_state
-from gradwire.optim.ways import is_free, quickest_way
+from gradwire.optim.implementations import is_free, quickest_way
 
 DENSE = [torch.ones(3), None, torch.ones(2)]
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import gradwire as gw
-from gradwire.transport.rendezvous import Place, find_place
+from gradwire._transport.rendezvous import Place, find_place
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,

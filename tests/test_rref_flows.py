@@ -21,11 +21,11 @@ import torch
 
 import gradwire as gw
 from calls_world import ENOUGH, Boom, boom, held, holding, meanwhile, never
-from gradwire.rref import carriage, custody, janitor
-from gradwire.rref.messages import ADOPT, CREATE, NOTES, RECALL
+from gradwire._rref import held_forks, notifier, serialization
+from gradwire._rref.messages import ADOPT, CREATE, NOTES, RECALL
+from gradwire._transport.faulty import Faults
+from gradwire._wire.messages import CALL
 from gradwire.testing import World
-from gradwire.transport.faulty import Faults
-from gradwire.wire.messages import CALL
 from rref_world import (
     CONTROL,
     PostedWorld,
@@ -61,10 +61,10 @@ current: World
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Say again soon what was not answered."""
-    monkeypatch.setattr(janitor, "_RETRY", 0.05)
-    monkeypatch.setattr(janitor, "_LOOK", 0.02)
-    monkeypatch.setattr(carriage, "_RETRY", 0.05)
-    monkeypatch.setattr(custody, "PATIENCE", 0.3)
+    monkeypatch.setattr(notifier, "_RETRY", 0.05)
+    monkeypatch.setattr(notifier, "_LOOK", 0.02)
+    monkeypatch.setattr(serialization, "_RETRY", 0.05)
+    monkeypatch.setattr(held_forks, "PATIENCE", 0.3)
 
 
 @pytest.fixture(params=WORLDS)
@@ -885,7 +885,7 @@ def test_shutdown_does_not_wait_for_what_will_not_come(
     monkeypatch: pytest.MonkeyPatch, patience: float, caller: int
 ) -> None:
     """A reference in a failed call or an overdue reply, between any two workers."""
-    monkeypatch.setattr(custody, "PATIENCE", patience)
+    monkeypatch.setattr(held_forks, "PATIENCE", patience)
     with PostedWorld(2) as world, world.as_worker(caller):
         rref, other = local("unsure"), 1 - caller
         with pytest.raises(Boom):

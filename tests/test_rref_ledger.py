@@ -29,8 +29,8 @@ from hypothesis.stateful import (
     rule,
 )
 
-from gradwire.rref.ledger import Holding, OwnerLedger, Transit, UserLedger
-from gradwire.rref.messages import (
+from gradwire._rref.ledger import Holding, OwnerLedger, Transit, UserLedger
+from gradwire._rref.messages import (
     Adopt,
     Notes,
     Recall,
@@ -39,7 +39,7 @@ from gradwire.rref.messages import (
     number_of,
     spell,
 )
-from gradwire.rref.outbox import Outbox
+from gradwire._rref.outbox import Outbox
 
 # Numbers
 

@@ -25,7 +25,7 @@ from calls_world import (
     whoami,
 )
 from gradwire import api
-from gradwire.rpc.functions import async_execution
+from gradwire._rpc.async_execution import async_execution
 from gradwire.testing import World
 from rref_world import Value, fetched, local, same, see, see_end, see_nothing_left
 

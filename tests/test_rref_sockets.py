@@ -13,8 +13,8 @@ import torch
 
 import gradwire as gw
 from calls_world import ENOUGH, Boom, add, boom, held, holding, meanwhile
+from gradwire._rref import held_forks
 from gradwire.api import enter
-from gradwire.rref import custody
 from gradwire.testing import World
 from processes import Processes
 from rref_world import (
@@ -46,7 +46,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(custody, "PATIENCE", 0.3)
+    monkeypatch.setattr(held_forks, "PATIENCE", 0.3)
 
 
 @pytest.fixture(params=KINDS)

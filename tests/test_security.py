@@ -21,8 +21,7 @@ import torch
 from torch.distributed import HashStore
 
 import gradwire as gw
-from gradwire.options import Options
-from gradwire.transport.handshake import (
+from gradwire._transport.handshake import (
     CHALLENGE_SIZE,
     HELLO_SIZE,
     PROOF_SIZE,
@@ -31,8 +30,9 @@ from gradwire.transport.handshake import (
     new_hello,
     prove,
 )
-from gradwire.wire.frames import HEADER, VERSION
-from gradwire.wire.messages import CALL
+from gradwire._wire.frames import HEADER, VERSION
+from gradwire._wire.messages import CALL
+from gradwire.options import Options
 from gradwire.worker import Worker
 from sockets_world import LIMIT, close_world, open_world, socket_world, wait_until
 
@@ -61,7 +61,7 @@ def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         monkeypatch.setattr(module, "loads", recorder(f"{module.__name__}.loads"))
         monkeypatch.setattr(module, "load", recorder(f"{module.__name__}.load"))
     monkeypatch.setattr(pickle, "Unpickler", Unpickler)
-    monkeypatch.setattr("gradwire.wire.pickling._Unpickler", Unpickler)
+    monkeypatch.setattr("gradwire._wire.pickling._Unpickler", Unpickler)
     return seen
 
 
@@ -230,7 +230,7 @@ def test_a_hello_for_another_worker_is_refused(
 def test_who_falls_silent_in_the_handshake_is_shut_out(
     target: Worker, journal: Journal, monkeypatch: pytest.MonkeyPatch, said: int
 ) -> None:
-    monkeypatch.setattr("gradwire.transport.sockets._HANDSHAKE", 0.1)
+    monkeypatch.setattr("gradwire._transport.sockets._HANDSHAKE", 0.1)
     with stranger(target) as sock:
         sock.sendall(new_hello(Purpose.SHARED, 1, 0, 1).to_bytes()[:said])
         assert is_closed(sock)
@@ -240,7 +240,7 @@ def test_who_falls_silent_in_the_handshake_is_shut_out(
 def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
     target: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.transport.sockets._HANDSHAKE", 0.3)
+    monkeypatch.setattr("gradwire._transport.sockets._HANDSHAKE", 0.3)
     with stranger(target) as sock:
         start = time.monotonic()
         sock.settimeout(0.1)
@@ -258,7 +258,7 @@ def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
 def test_strangers_beyond_a_number_are_shut_out_at_once(
     target: Worker, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire.transport.sockets._HANDSHAKE", 0.5)
+    monkeypatch.setattr("gradwire._transport.sockets._HANDSHAKE", 0.5)
     crowd = [socket.create_connection(target.card.tcp, LIMIT) for _ in range(80)]
     journal.wait_for("too many connections wait to be authenticated")
     for sock in crowd:

@@ -18,10 +18,10 @@ import torch
 from torch.distributed import HashStore
 
 import gradwire as gw
-from gradwire.transport import addresses, poller, segments
-from gradwire.transport.faulty import Faults
-from gradwire.transport.rendezvous import Place
-from gradwire.wire.messages import RESULT
+from gradwire._transport import addresses, poller, shared_memory
+from gradwire._transport.faulty import Faults
+from gradwire._transport.rendezvous import Place
+from gradwire._wire.messages import RESULT
 from gradwire.worker import Worker
 from sockets_world import (
     LIMIT,
@@ -165,17 +165,17 @@ def test_all_bytes_and_calls_are_counted(manner: dict[str, Any]) -> None:
 # Shared memory
 
 
-def pool(worker: Worker) -> segments.SegmentPool:
+def pool(worker: Worker) -> shared_memory.SegmentPool:
     """The segments in which a worker's requests to worker1 travel."""
     return link(worker)._pool
 
 
-def kept_in(segment_pool: segments.SegmentPool) -> list[segments.Segment]:
+def kept_in(segment_pool: shared_memory.SegmentPool) -> list[shared_memory.Segment]:
     """The segments that it keeps to send from."""
     return [s for many in segment_pool._by_size.values() for s in many]
 
 
-def in_use(segment_pool: segments.SegmentPool) -> int:
+def in_use(segment_pool: shared_memory.SegmentPool) -> int:
     return sum(not segment.is_free for segment in kept_in(segment_pool))
 
 
@@ -331,7 +331,7 @@ def test_it_works_when_memory_runs_out(monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.ftruncate
 
     def full(fd: int, size: int) -> None:
-        if size > segments.START:
+        if size > shared_memory.START:
             raise OSError(28, "No space left on device")
         real(fd, size)
 
@@ -741,9 +741,9 @@ def burst(workers: list[Worker]) -> None:
 def test_after_a_burst_threads_and_descriptors_are_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradwire.transport.links._LANE_IDLE", 0.2)
-    monkeypatch.setattr("gradwire.transport.lanes._QUIET", 0.1)
-    monkeypatch.setattr("gradwire.transport.sockets._TICK", 0.1)
+    monkeypatch.setattr("gradwire._transport.connection_pool._LANE_IDLE", 0.2)
+    monkeypatch.setattr("gradwire._transport.lanes._QUIET", 0.1)
+    monkeypatch.setattr("gradwire._transport.sockets._TICK", 0.1)
     monkeypatch.setattr("gradwire.threads._IDLE", 0.2)
     with socket_world(2) as workers:
         before = descriptors()
@@ -757,7 +757,7 @@ def test_after_a_burst_threads_and_descriptors_are_given_back(
 def test_workers_that_only_wait_use_less_than_one_percent_of_a_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradwire.transport.lanes._QUIET", 0.1)
+    monkeypatch.setattr("gradwire._transport.lanes._QUIET", 0.1)
     with socket_world(2) as workers:
         burst(workers)
 

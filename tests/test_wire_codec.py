@@ -23,11 +23,10 @@ from carrying import (
     called,
     received,
 )
-from gradwire.errors import NotAllowedError, ProtocolError
-from gradwire.transport.reading import StreamReader
-from gradwire.transport.segments import Recycler
-from gradwire.wire import plain
-from gradwire.wire.codec import (
+from gradwire._transport.frame_reader import StreamReader
+from gradwire._transport.shared_memory import Recycler
+from gradwire._wire import safe_encoding
+from gradwire._wire.codec import (
     CUSTOM,
     GENERAL,
     PLAIN_GENERAL,
@@ -36,12 +35,13 @@ from gradwire.wire.codec import (
     Codec,
     Manner,
 )
-from gradwire.wire.frames import HEADER, Frame, Limits, Parcel
-from gradwire.wire.messages import CALL, FAILURE, RESULT, Call, Result
-from gradwire.wire.pickling import PickleSerializer
-from gradwire.wire.plans import Decoder, load_plain
-from gradwire.wire.signatures import Encoder, Subject, dump_plain
-from gradwire.wire.stock import Stock
+from gradwire._wire.frames import HEADER, Frame, Limits, Parcel
+from gradwire._wire.messages import CALL, FAILURE, RESULT, Call, Result
+from gradwire._wire.pickling import PickleSerializer
+from gradwire._wire.signature_decoder import Decoder, load_plain
+from gradwire._wire.signature_encoder import Encoder, Subject, dump_plain
+from gradwire._wire.tensor_prealloc import Stock
+from gradwire.errors import NotAllowedError, ProtocolError
 
 
 @pytest.fixture(params=[PICKLE, PLAIN], ids=["pickle", "plain"])
@@ -175,7 +175,7 @@ def test_a_signature_is_understood_once_and_remembered(
     codec = Codec(LIMITS)
     frame = codec.call(call_of(double, A), PICKLE).arrive(1)
     codec.open(frame)
-    monkeypatch.setattr(plain, "loads", None)
+    monkeypatch.setattr(safe_encoding, "loads", None)
     assert_same(codec.open(frame).args[0], A)
 
 
@@ -316,7 +316,7 @@ ENDLESS = torch.empty(1 << 40, device="meta")  # more items than fit in memory
 
 
 def plain_frame(kind: int, data: Any) -> Frame:
-    return Frame(kind, PLAIN_GENERAL, 1, bytes(8) + plain.dumps(data, []))
+    return Frame(kind, PLAIN_GENERAL, 1, bytes(8) + safe_encoding.dumps(data, []))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +343,7 @@ def test_a_message_with_wrong_fields_is_a_protocol_error(
 
 def short_frame(kind: int, subject: Any, specs: Any, rest: bytes = b"") -> Frame:
     specs = tuple(specs) if type(specs) is list else specs
-    signature = plain.dumps((subject, specs), [])
+    signature = safe_encoding.dumps((subject, specs), [])
     body = len(signature).to_bytes(4, "little") + signature + rest
     return Frame(kind, PLAIN_SHORT, 1, body)
 
@@ -395,7 +395,7 @@ def test_a_signature_that_makes_no_sense_is_a_protocol_error(
 
 @pytest.mark.parametrize("data", [{}, {"a": 1}, 5, None, [], "", ([],), [1], [1, 2, 3]])
 def test_data_that_do_not_fit_their_signature_are_a_protocol_error(data: Any) -> None:
-    frame = short_frame(CALL, ABOUT_CALL, (0, 0), plain.dumps(data, []))
+    frame = short_frame(CALL, ABOUT_CALL, (0, 0), safe_encoding.dumps(data, []))
     with pytest.raises(ProtocolError, match="data does not fit"):
         Codec(LIMITS).open(frame)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from carrying import LARGE, LIMITS, PICKLE, PLAIN, assert_same, received
+from gradwire._wire import safe_encoding
+from gradwire._wire.codec import PLAIN_GENERAL, Codec, Manner
+from gradwire._wire.failures import revive_failure
+from gradwire._wire.frames import Frame, Limits
+from gradwire._wire.messages import FAILURE, Failure
 from gradwire.errors import NotAllowedError, RemoteError, WorkerLostError
-from gradwire.wire import plain
-from gradwire.wire.codec import PLAIN_GENERAL, Codec, Manner
-from gradwire.wire.failures import revive_failure
-from gradwire.wire.frames import Frame, Limits
-from gradwire.wire.messages import FAILURE, Failure
 
 
 def raised(error: BaseException, manner: Manner = PICKLE) -> Exception:
@@ -182,6 +182,6 @@ def test_an_exception_of_main_is_the_one_of_this_main(
 
 def test_a_worker_with_an_allow_list_unpickles_no_exception() -> None:
     fields: Any = ("ValueError", "x", "trace", b"a pickle", [])
-    body = bytes(8) + plain.dumps(fields, [])
+    body = bytes(8) + safe_encoding.dumps(fields, [])
     with pytest.raises(NotAllowedError, match="no pickles"):
         Codec(LIMITS, plain_only=True).open(Frame(FAILURE, PLAIN_GENERAL, 1, body))

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from carrying import LIMITS, PICKLE, PLAIN, call_of, called
+from gradwire._wire.codec import Codec, Manner
+from gradwire._wire.functions import Names, resolve
+from gradwire._wire.pickling import PickleSerializer
 from gradwire.errors import NotAllowedError
-from gradwire.wire.codec import Codec, Manner
-from gradwire.wire.functions import Names, resolve
-from gradwire.wire.pickling import PickleSerializer
 
 SAME_MAIN = Manner(same_main=True)
 
@@ -188,7 +188,7 @@ def test_a_function_is_found_when_its_module_is_complete(
     monkeypatch.syspath_prepend(tmp_path)
     code = """
         import gate
-        from gradwire.wire.functions import resolve
+        from gradwire._wire.functions import resolve
         def function(): return late
         assert resolve("slowly:function") is function
         gate.reached.set()

@@ -21,9 +21,9 @@ from carrying import (
     opened,
     packed,
 )
+from gradwire._wire import safe_encoding
+from gradwire._wire.codec import Codec, Manner
 from gradwire.errors import ProtocolError
-from gradwire.wire import plain
-from gradwire.wire.codec import Codec, Manner
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The PyTorch API of nested tensors is in prototype:UserWarning"
@@ -308,9 +308,9 @@ def test_a_mode_in_which_tensors_have_no_memory_is_named(
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
-    data = plain.dumps(("device", ("mps:7", 0, False)), [])
+    data = safe_encoding.dumps(("device", ("mps:7", 0, False)), [])
     recipe = b"R\x02\x00\x00\x00" + data[5:].replace(
-        plain.dumps(0, []), b"@" + bytes(4)
+        safe_encoding.dumps(0, []), b"@" + bytes(4)
     )
     with pytest.raises(ProtocolError, match=r"mps:7.*send tensor.cpu\(\) instead"):
-        plain.loads(recipe, [torch.ones(3)])
+        safe_encoding.loads(recipe, [torch.ones(3)])

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from carrying import LIMITS, PICKLE, PLAIN, assert_same
+from gradwire._wire import raw_bytes, safe_encoding
+from gradwire._wire.codec import GENERAL, PACKET, PLAIN_GENERAL, Codec, Manner
+from gradwire._wire.frames import Frame, Limits
+from gradwire._wire.messages import RESULT
+from gradwire._wire.packets import Packet
 from gradwire.errors import ProtocolError
-from gradwire.wire import memory, plain
-from gradwire.wire.codec import GENERAL, PACKET, PLAIN_GENERAL, Codec, Manner
-from gradwire.wire.frames import Frame, Limits
-from gradwire.wire.messages import RESULT
-from gradwire.wire.packets import Packet
 
 KIND = 20
 
@@ -85,7 +85,7 @@ def test_a_tensor_arrives_by_itself(name: str) -> None:
         assert found.is_contiguous()
         assert_same(found, tensor.detach().resolve_conj().resolve_neg())
         if tensor.numel():
-            assert memory.place(found) != memory.place(tensor)
+            assert raw_bytes.place(found) != raw_bytes.place(tensor)
 
 
 @given(
@@ -108,7 +108,7 @@ def test_packets_come_out_as_they_went_in(
 
 def assert_apart(packet: Packet) -> None:
     found = [t for t in packet.tensors if t is not None]
-    assert len({memory.place(tensor) for tensor in found}) == len(found)
+    assert len({raw_bytes.place(tensor) for tensor in found}) == len(found)
     for tensor, other in itertools.combinations(found, 2):
         before = other.clone()
         if tensor.is_floating_point():
@@ -180,7 +180,7 @@ def test_a_tensor_without_memory_is_refused() -> None:
 
 
 def frame(signature: Any, rest: bytes = b"", kind: int = KIND) -> Frame:
-    data = plain.dumps(signature, [])
+    data = safe_encoding.dumps(signature, [])
     return Frame(kind, PACKET, 1, len(data).to_bytes(4, "little") + data + rest)
 
 
@@ -218,6 +218,6 @@ def test_what_makes_no_sense_is_refused(sent: Frame) -> None:
     "fields", [((1,), (), 3), ((1.5,), ()), ((1,), (2,)), (7, ()), ((), 7)]
 )
 def test_fields_that_are_no_packet_are_refused(fields: Any) -> None:
-    body = bytes(8) + plain.dumps(fields, [])
+    body = bytes(8) + safe_encoding.dumps(fields, [])
     with pytest.raises(ProtocolError):
         codec().open(Frame(KIND, PLAIN_GENERAL, 1, body))

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwire._wire import safe_encoding
 from gradwire.errors import ProtocolError
-from gradwire.wire import plain
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The PyTorch API of nested tensors is in prototype:UserWarning"
@@ -68,16 +68,16 @@ def same(first: Any, second: Any) -> bool:
 @given(value=VALUES)
 def test_any_plain_data_arrive_as_they_were(value: Any) -> None:
     tensors: list[torch.Tensor] = []
-    assert same(plain.loads(plain.dumps(value, tensors), []), value)
+    assert same(safe_encoding.loads(safe_encoding.dumps(value, tensors), []), value)
     assert not tensors
 
 
 def test_tensors_stand_beside_in_order() -> None:
     first, second = torch.ones(2), torch.zeros(3)
     tensors: list[torch.Tensor] = []
-    data = plain.dumps({"a": [first], "b": (second, first)}, tensors)
+    data = safe_encoding.dumps({"a": [first], "b": (second, first)}, tensors)
     assert all(a is b for a, b in zip(tensors, (first, second, first), strict=True))
-    arrived = plain.loads(data, tensors)
+    arrived = safe_encoding.loads(data, tensors)
     assert arrived["a"][0] is first
     assert arrived["b"][0] is second
 
@@ -90,23 +90,23 @@ def nested(depth: int) -> list[Any]:
 
 
 def test_data_may_nest_64_deep_and_no_deeper() -> None:
-    assert plain.loads(plain.dumps(nested(64), []), []) == nested(64)
+    assert safe_encoding.loads(safe_encoding.dumps(nested(64), []), []) == nested(64)
     with pytest.raises(TypeError, match="nested deeper than 64"):
-        plain.dumps(nested(65), [])
+        safe_encoding.dumps(nested(65), [])
     with pytest.raises(ProtocolError, match="nested too deep"):
-        plain.loads(b"[\x01\x00\x00\x00" * 100_000, [])
+        safe_encoding.loads(b"[\x01\x00\x00\x00" * 100_000, [])
 
 
 def test_data_that_hold_themselves_are_refused() -> None:
     loop: list[Any] = []
     loop.append(loop)
     with pytest.raises(TypeError, match="nested deeper"):
-        plain.dumps(loop, [])
+        safe_encoding.dumps(loop, [])
 
 
 def loads_or_refuses(data: bytes, tensors: list[torch.Tensor]) -> None:
     try:
-        plain.loads(data, tensors)
+        safe_encoding.loads(data, tensors)
     except ProtocolError:
         pass
 
@@ -125,7 +125,7 @@ PIECES = st.one_of(
         LENGTHS,
     ),
     WORDS.map(lambda word: b"s" + struct.pack("<I", len(word)) + word),
-    st.integers().map(lambda number: plain.dumps(number, [])),
+    st.integers().map(lambda number: safe_encoding.dumps(number, [])),
     st.binary(max_size=9),
 )
 
@@ -141,7 +141,7 @@ def test_any_bytes_are_plain_data_or_a_protocol_error(data: bytes) -> None:
 def test_changed_bytes_are_plain_data_or_a_protocol_error(
     value: Any, data: st.DataObject
 ) -> None:
-    sent = bytearray(plain.dumps(value, []))
+    sent = bytearray(safe_encoding.dumps(value, []))
     at = data.draw(st.integers(0, len(sent) - 1))
     sent[at] = data.draw(st.integers(0, 255))
     loads_or_refuses(bytes(sent), [])
@@ -155,7 +155,7 @@ def test_a_length_is_not_believed_before_memory_is_taken(tag: int) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(ProtocolError):
-            plain.loads(data, [])
+            safe_encoding.loads(data, [])
         assert tracemalloc.get_traced_memory()[1] < 1 << 20
     finally:
         tracemalloc.stop()
@@ -167,7 +167,7 @@ def test_a_length_is_not_believed_before_memory_is_taken(tag: int) -> None:
 def recipe(name: Any, *parts: Any) -> tuple[bytes, list[torch.Tensor]]:
     """The bytes that say: make this kind of tensor out of these parts."""
     tensors: list[torch.Tensor] = []
-    data = plain.dumps([name, parts], tensors)
+    data = safe_encoding.dumps([name, parts], tensors)
     return b"R" + data[1:], tensors
 
 
@@ -216,7 +216,7 @@ def test_a_recipe_that_makes_no_sense_is_a_protocol_error(
 ) -> None:
     data, tensors = recipe(name, *parts)
     with pytest.raises(ProtocolError):
-        plain.loads(data, tensors)
+        safe_encoding.loads(data, tensors)
 
 
 @pytest.mark.parametrize("kind", ["nested", "quantized"])
@@ -226,17 +226,19 @@ def test_naming_a_tensor_many_times_copies_it_not_as_often(kind: str) -> None:
     one, _ = recipe(kind, *parts)
     data = b"[" + struct.pack("<I", 1000) + one * 1000
     with pytest.raises(ProtocolError, match="larger than the message"):
-        plain.loads(data, [stored])
+        safe_encoding.loads(data, [stored])
 
 
 def test_integers_of_any_length_arrive() -> None:
     for bits in (0, 7, 8, 63, 64, 1000, 10_000):
         for number in ((1 << bits), -(1 << bits), (1 << bits) - 1):
-            assert plain.loads(plain.dumps(number, []), []) == number
+            assert safe_encoding.loads(safe_encoding.dumps(number, []), []) == number
 
 
 def test_numbers_that_are_none_arrive() -> None:
-    arrived = plain.loads(plain.dumps([math.nan, -math.inf, -0.0], []), [])
+    arrived = safe_encoding.loads(
+        safe_encoding.dumps([math.nan, -math.inf, -0.0], []), []
+    )
     assert math.isnan(arrived[0])
     assert arrived[1] == -math.inf
     assert math.copysign(1, arrived[2]) == -1

@@ -10,14 +10,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from carrying import LIMITS, PICKLE
+from gradwire._wire import safe_encoding
+from gradwire._wire.cargo import NoRecorder
+from gradwire._wire.codec import PACKET, Codec
+from gradwire._wire.frames import Frame
+from gradwire._wire.messages import RESULT
+from gradwire._wire.packets import Packet
+from gradwire._wire.signature_encoder import LENGTH
 from gradwire.errors import ProtocolError
-from gradwire.wire import plain
-from gradwire.wire.cargo import NoRecorder
-from gradwire.wire.codec import PACKET, Codec
-from gradwire.wire.frames import Frame
-from gradwire.wire.messages import RESULT
-from gradwire.wire.packets import Packet
-from gradwire.wire.signatures import LENGTH
 
 A = torch.arange(6.0).reshape(2, 3)
 B = A.clone()
@@ -240,7 +240,7 @@ def test_what_is_wanted_is_bounded_where_nothing_is_made(codec: Codec) -> None:
 
 
 def test_gradients_in_packets_have_no_history(codec: Codec) -> None:
-    signature = plain.dumps((0, ((6, (1,), True, -1),)), [])
+    signature = safe_encoding.dumps((0, ((6, (1,), True, -1),)), [])
     body = LENGTH.pack(len(signature)) + signature + bytes(4)
     with pytest.raises(ProtocolError, match="requires grad"):
         codec.open(Frame(RESULT, PACKET, 1, body))

@@ -24,9 +24,9 @@ from carrying import (
     random_tensor,
     same_memory,
 )
+from gradwire._wire.codec import Manner
+from gradwire._wire.dense_tensors import DTYPE_CODES, INLINE, unpack
 from gradwire.errors import ProtocolError
-from gradwire.wire.codec import Manner
-from gradwire.wire.tensors import DTYPE_CODES, INLINE, unpack
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:ComplexHalf support is experimental:UserWarning"

@@ -17,8 +17,8 @@ from torch import Tensor
 import gradwire as gw
 from autograd_world import doubles
 from calls_world import until
+from gradwire._autograd.contexts import Context
 from gradwire.api import current_worker
-from gradwire.autograd.contexts import Context
 from gradwire.testing import World
 
 close = torch.testing.assert_close

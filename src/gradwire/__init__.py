@@ -6,6 +6,7 @@
 """
 
 from . import autograd, checkpoint, nn, optim, rpc
+from ._rref.reference import RRef
 from .api import (
     all_gather,
     backward,
@@ -42,7 +43,6 @@ from .ids import WorkerInfo
 from .nn import RemoteModule
 from .optim import DistributedOptimizer, GradScaler
 from .options import Options
-from .rref.reference import RRef
 from .worker import Worker
 
 __version__ = "0.1.0"

@@ -17,15 +17,15 @@ from typing import Any
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from ._rpc.futures import CallFuture
+from ._rref import reference
+from ._rref.reference import RRef
+from ._rref.service import References
+from ._transport.rendezvous import find_place
+from ._wire.pickling import Reducer
 from .errors import ClosedError
 from .ids import WorkerInfo
 from .options import Options
-from .rpc.futures import CallFuture
-from .rref import reference
-from .rref.reference import RRef
-from .rref.service import References
-from .transport.rendezvous import find_place
-from .wire.pickling import Reducer
 from .worker import Worker, open_worker
 
 _process: Worker | None = None

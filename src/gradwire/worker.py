@@ -12,27 +12,27 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-from .autograd.recording import Recording
-from .autograd.service import Autograd
+from ._autograd.recording import Recording
+from ._autograd.service import Autograd
+from ._rpc.agent import Agent
+from ._rpc.allow import AllowList
+from ._rpc.collectives import Collectives
+from ._rpc.futures import CallFuture
+from ._rpc.messages import GREETING, Greeting
+from ._rpc.runner import Runner
+from ._rref.reference import RRef
+from ._rref.service import References
+from ._transport.base import Card, Transport
+from ._transport.rendezvous import Meeting, Place
+from ._transport.sockets import SocketTransport
+from ._wire.codec import Codec
+from ._wire.frames import Limits
+from ._wire.functions import main_fingerprint
+from ._wire.pickling import Reducer
 from .errors import CallTimeout, GradwireError
 from .ids import WorkerInfo, check_name
 from .options import Options
-from .rpc.agent import Agent
-from .rpc.allow import AllowList
-from .rpc.collectives import Collectives
-from .rpc.futures import CallFuture
-from .rpc.messages import GREETING, Greeting
-from .rpc.runner import Runner
-from .rref.reference import RRef
-from .rref.service import References
 from .threads import Executor, ShorterTurns
-from .transport.base import Card, Transport
-from .transport.rendezvous import Meeting, Place
-from .transport.sockets import SocketTransport
-from .wire.codec import Codec
-from .wire.frames import Limits
-from .wire.functions import main_fingerprint
-from .wire.pickling import Reducer
 
 log = logging.getLogger("gradwire")
 

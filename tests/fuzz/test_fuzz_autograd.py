@@ -16,11 +16,11 @@ import call_programs
 from autograd_programs import check, check_twice, draw, make_leaves, recorded
 from autograd_world import Autograds, Raises, autograds
 from conftest import FUZZ
+from gradwire._transport.faulty import Faults
+from gradwire._wire.packets import PacketEncoder
 from gradwire.api import enter
 from gradwire.errors import GradwireError
 from gradwire.testing import World
-from gradwire.transport.faulty import Faults
-from gradwire.wire.packets import PacketEncoder
 from gradwire.worker import Worker
 from processes import Processes
 from sockets_world import together, wait_until

@@ -18,16 +18,16 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire._transport.frame_reader import StreamReader
+from gradwire._transport.shared_memory import Recycler
+from gradwire._wire import dense_tensors
+from gradwire._wire.codec import PLAIN_GENERAL, PLAIN_SHORT, SHORT, Codec, Manner
+from gradwire._wire.frames import HEADER, Frame, Limits, Parcel
+from gradwire._wire.messages import CALL, GOODBYE, PING, Call
+from gradwire._wire.pickling import PickleSerializer
+from gradwire._wire.signature_decoder import Decoder
+from gradwire._wire.tensor_prealloc import Stock
 from gradwire.errors import NotAllowedError, ProtocolError
-from gradwire.transport.reading import StreamReader
-from gradwire.transport.segments import Recycler
-from gradwire.wire import tensors
-from gradwire.wire.codec import PLAIN_GENERAL, PLAIN_SHORT, SHORT, Codec, Manner
-from gradwire.wire.frames import HEADER, Frame, Limits, Parcel
-from gradwire.wire.messages import CALL, GOODBYE, PING, Call
-from gradwire.wire.pickling import PickleSerializer
-from gradwire.wire.plans import Decoder
-from gradwire.wire.stock import Stock
 
 STREAMS = 5000  # per seed; 20 seeds make the 100,000
 TABLES = 2000
@@ -289,7 +289,7 @@ def test_mutated_tables_and_signatures_are_understood_or_refused(
         body = memoryview(bytes(mutator.mutant(bodies())))
         area = mutator.random.choice(frames()).area
         try:
-            arrived, used = tensors.unpack(body, area)
+            arrived, used = dense_tensors.unpack(body, area)
         except ProtocolError:
             pass
         else:

@@ -1,5 +1,5 @@
 """Checkpoints of models on several workers, in the format of `torch.distributed.checkpoint`."""
 
-from .face import load, save
+from .api import load, save
 
 __all__ = ["load", "save"]

@@ -14,13 +14,13 @@ from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
+from .._rref.reference import RRef
 from ..api import remote
-from ..nn.tree import Part, find_parts
+from ..fanout import call_all
+from ..nn.spread_model import Part, find_parts
 from ..optim import DistributedOptimizer
 from ..optim.groups import settings_of
-from ..owners import call_all
-from ..rref.reference import RRef
-from .folder import new_save
+from .layout import new_save
 from .shards import OwnedShard, Reader, Shard
 
 _GROUPS = ("optim", "param_groups")

@@ -23,10 +23,10 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import ReadItem, SavePlan
 from torch.distributed.checkpoint.storage import WriteResult
 
+from .._rref.reference import RRef
 from ..errors import GradwireError
-from ..nn.tree import Part, state_of_part
+from ..nn.spread_model import Part, state_of_part
 from ..optim.local import LocalOptimizer
-from ..rref.reference import RRef
 
 PathOf = tuple[str, ...]
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from ..autograd.contexts import Context
-from ..autograd.service import Autograd
+from .._autograd.contexts import Context
+from .._autograd.service import Autograd
 from . import state
 
 _COUNT_BITS = 48

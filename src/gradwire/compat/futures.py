@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..rpc.futures import CallFuture
+from .._rpc.futures import CallFuture
 from . import state
 
 

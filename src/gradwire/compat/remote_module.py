@@ -10,9 +10,9 @@ from typing import Any, NoReturn
 
 from torch import nn
 
+from .._rref.reference import RRef
 from ..api import register_reducer
 from ..nn import RemoteModule as _Base
-from ..rref.reference import RRef
 
 __all__ = ["RemoteModule"]
 

@@ -14,14 +14,14 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
+from .._transport.rendezvous import find_place
 from ..errors import GradwireError
-from ..transport.rendezvous import find_place
-from .console import Console
-from .course import TIMED_OUT, Course
-from .crew import Crew, Ended, Said
 from .nodes import Elsewhere, Nodes
+from .output import Console
 from .plan import Plan, Recruit, recruits
-from .words import LastWords
+from .processes import Crew, Ended, Said
+from .run_state import TIMED_OUT, Course
+from .stderr_tail import LastWords
 
 _JOIN = 300.0  # seconds for the first node to come up
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -1,6 +1,6 @@
 """Modules on other workers, and models spread over several."""
 
 from .remote_module import RemoteModule
-from .tree import named_remote_parameters, remote_parameters
+from .spread_model import named_remote_parameters, remote_parameters
 
 __all__ = ["RemoteModule", "named_remote_parameters", "remote_parameters"]

@@ -12,11 +12,11 @@ from typing import Any, NoReturn
 
 from torch import Tensor, nn
 
+from .._rpc.futures import CallFuture
+from .._rref.reference import RRef
 from ..api import remote, rpc_async, rpc_sync
-from ..rpc.futures import CallFuture
-from ..rref.reference import RRef
 from .device import parse_device
-from .tree import PartState, Standin, parameters_behind
+from .spread_model import PartState, Standin, parameters_behind
 
 
 class RemoteModule(Standin):

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..rref.reference import RRef
+from .._rref.reference import RRef
 
 Group = dict[str, Any]
 """References under "params", perhaps their names under "param_names", and the settings."""

@@ -22,7 +22,7 @@ from torch.nn.utils import get_total_norm
 from ..api import get_gradients
 from ..errors import GradwireError
 from .groups import Group, settings_of
-from .ways import is_free, quickest_way
+from .implementations import is_free, quickest_way
 
 Changes = Mapping[int, Mapping[str, Any]]
 """New settings, by number of the group on this owner."""

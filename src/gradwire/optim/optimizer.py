@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._rref.reference import RRef
 from ..api import get_gradients, remote
-from ..owners import call_all
-from ..rref.reference import RRef
+from ..fanout import call_all
 from .groups import (
     Share,
     changes,

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from .._transport.base import Transport
+from .._transport.faulty import Faults, FaultyTransport
+from .._transport.loopback import LoopbackNetwork, LoopbackTransport
 from ..api import enter
 from ..options import Options
 from ..threads import Executor
-from ..transport.base import Transport
-from ..transport.faulty import Faults, FaultyTransport
-from ..transport.loopback import LoopbackNetwork, LoopbackTransport
 from ..worker import Worker
 
 

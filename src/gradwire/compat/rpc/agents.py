@@ -10,13 +10,13 @@ import torch
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from ... import api as gradwire_api
+from ..._rref.reference import RRef as _RRef
+from ..._transport.base import Transport
+from ..._transport.rendezvous import find_place
 from ...errors import GradwireError, WorkerLostError
 from ...ids import WorkerInfo as _WorkerInfo
 from ...options import Options
-from ...rref.reference import RRef as _RRef
 from ...threads import Executor
-from ...transport.base import Transport
-from ...transport.rendezvous import find_place
 from ...worker import Kinds, Worker, open_worker
 from . import constants, profiling, reducers
 from .errors import RpcTimeout

@@ -18,14 +18,14 @@ from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from ...autograd.messages import RELEASE
+from ..._autograd.messages import RELEASE
+from ..._rref.messages import ADOPT, CREATE, FETCH, INVOKE, NOTES
+from ..._transport.around import Around
+from ..._transport.base import Card, Transport
+from ..._wire.frames import Parcel
+from ..._wire.messages import CALL
 from ...errors import GradwireError
-from ...rref.messages import ADOPT, CREATE, FETCH, INVOKE, NOTES
 from ...threads import Executor
-from ...transport.around import Around
-from ...transport.base import Card, Transport
-from ...wire.frames import Parcel
-from ...wire.messages import CALL
 from . import constants
 from .agents import TensorPipeAgent
 from .errors import RpcTimeout

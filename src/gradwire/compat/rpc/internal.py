@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ... import api as gradwire_api
-from ...wire.pickling import PickleSerializer
+from ..._wire.pickling import PickleSerializer
 
 
 class RPCExecMode(Enum):

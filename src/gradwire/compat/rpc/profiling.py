@@ -19,7 +19,7 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from ...rpc.functions import is_async_execution
+from ..._rpc.async_execution import is_async_execution
 from .. import state
 from .internal import RPCExecMode, _build_rpc_profiling_key
 from .scripts import profiled_name

@@ -9,8 +9,8 @@ import torch
 from torch.jit import RecursiveScriptModule  # type: ignore[attr-defined]
 
 from ... import api as gradwire_api
-from ...rpc.futures import CallFuture, Future
-from ...wire.functions import Names, resolve
+from ..._rpc.futures import CallFuture, Future
+from ..._wire.functions import Names, resolve
 
 _names = Names()
 

@@ -9,12 +9,12 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from ..._rref.fork import Fork
+from ..._rref.messages import maker_of, number_of
+from ..._rref.reference import Core, Service
+from ..._rref.reference import RRef as _RRef
+from ..._rref.values import OwnedValue
 from ...errors import CallTimeout, ClosedError, StaleReferenceError
-from ...rref.fork import Fork
-from ...rref.messages import maker_of, number_of
-from ...rref.reference import Core, Service
-from ...rref.reference import RRef as _RRef
-from ...rref.values import OwnedValue
 from .. import state
 from .constants import UNSET_RPC_TIMEOUT
 from .errors import RpcTimeout, RRefCreationError, explain_creation

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
+from ..._rpc.async_execution import is_async_execution
+from ..._rpc.runner import Runner
+from ..._wire.functions import resolve
+from ..._wire.messages import Call
 from ...api import current_worker
-from ...rpc.functions import is_async_execution
-from ...rpc.runner import Runner
-from ...wire.functions import resolve
-from ...wire.messages import Call
 from .. import state
 from . import profiling
 from .references import RRef

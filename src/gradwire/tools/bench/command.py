@@ -13,9 +13,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import Progress
 
-from .contender import Contender, available
 from .picture import draw
 from .report import BASE, Samples, markdown, show, summarize
+from .runner import Contender, available
 from .tasks import TASKS
 
 

@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Iterable, Sequence
 
 from ...options import Options
-from . import findings
-from .findings import Finding
-from .trial import self_test
+from . import checks
+from .checks import Finding
+from .selftest import self_test
 
 
 def main(given: Sequence[str]) -> int:
@@ -24,11 +24,11 @@ def main(given: Sequence[str]) -> int:
     except ValueError as error:
         print(f"the environment makes no sense: {error}")
         return 1
-    bad = _show("versions", findings.versions())
-    bad += _show("ways to talk", findings.transports(options))
-    bad += _show("devices", findings.devices())
-    bad += _show("limits", findings.limits())
-    bad += _show("environment", findings.settings())
+    bad = _show("versions", checks.versions())
+    bad += _show("ways to talk", checks.transports(options))
+    bad += _show("devices", checks.devices())
+    bad += _show("limits", checks.limits())
+    bad += _show("environment", checks.settings())
     if not arguments.quick:
         bad += _show("self test", self_test(unix_sockets=options.unix_sockets))
         if options.unix_sockets:

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.nn import Parameter
 
+from ..._autograd.nodes import LEAF_NODE, RECV_NODE, SEND_NODE, TOKEN
 from ...api import current_worker
-from ...autograd.nodes import LEAF_NODE, RECV_NODE, SEND_NODE, TOKEN
 from ...errors import GradwireError
 
 OP, LEAF, SEND, RECV = "op", "leaf", "send", "recv"

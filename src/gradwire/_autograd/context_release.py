@@ -1,0 +1,145 @@
+"""Telling other workers that contexts are over: said until answered.
+
+The word rides on the next request of a context to that worker, one on each, so that no thread is
+woken for it at either end; what is left after a moment, because there is no such request or it was
+not answered, is gathered into messages of its own. To be told twice does no harm.
+
+The worker that began a context tells those it knows, and they tell those they know. Whoever would
+have heard of it from a worker that is lost *claims* it where it was begun: there it is known from
+then on, or hears that it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+
+from .._rpc.futures import CallFuture
+from ..errors import ClosedError, GradwireError, WorkerLostError
+from ..threads import Executor
+from .messages import Claim, Release
+
+log = logging.getLogger("gradwire")
+
+Send = Callable[[int, Release | Claim], CallFuture]
+
+_GATHER = 0.02  # seconds; what no request has told is told after one to two of these
+_TRIES = 5
+_PAUSE = 0.5
+
+
+class Word:
+    """That a context is over, for one worker; the freight of a request that takes it along."""
+
+    __slots__ = ("context", "is_told", "worker")
+
+    def __init__(self, worker: int, context: int) -> None:
+        self.worker = worker
+        self.context = context
+        self.is_told = False
+
+    def delivered(self) -> None:
+        self.is_told = True
+
+    def in_doubt(self) -> None:
+        """It will be told once more."""
+
+
+class Releases:
+    """What is to be told by one worker."""
+
+    def __init__(self, executor: Executor, send: Send) -> None:
+        self._executor = executor
+        self._send = send
+        self._lock = threading.Lock()
+        self._new: list[Word] = []
+        self._old: list[Word] = []  # that have been there for a while
+        self._free: defaultdict[int, list[Word]] = defaultdict(list)
+        """By worker, those that no request takes along."""
+        self._is_watched = False
+
+    def add(self, worker: int, context: int) -> None:
+        """Tell a worker soon."""
+        word = Word(worker, context)
+        with self._lock:
+            self._new.append(word)
+            self._free[worker].append(word)
+            watch, self._is_watched = not self._is_watched, True
+        if watch:
+            self._executor.look_at(time.monotonic() + _GATHER, self._look)
+
+    def take(self, worker: int) -> Word | None:
+        """What a request to a worker is to tell it."""
+        free = self._free.get(worker)
+        try:
+            return free.pop() if free else None  # in one step: it needs no lock
+        except IndexError:  # another thread was faster
+            return None
+
+    def claim(
+        self, worker: int, contexts: Sequence[int], over: Callable[[int], None]
+    ) -> None:
+        """Have contexts known to the worker that began them; `over` is told which are over."""
+
+        def answered(found: Any) -> None:
+            for context in found:
+                over(context)
+
+        self._say(worker, Claim(tuple(contexts)), answered)
+
+    def _look(self) -> None:
+        """Now and then, while there are any: tell by themselves those that nothing has told."""
+        with self._lock:
+            late, self._old, self._new = self._old, _untold(self._new), []
+            self._free = defaultdict(list)
+            for word in self._old:
+                self._free[word.worker].append(word)
+            watch = self._is_watched = bool(self._old)
+        if watch:
+            self._executor.look_at(time.monotonic() + _GATHER, self._look)
+        late = _untold(late)
+        if late:
+            self._executor.submit(partial(self._tell_all, late))
+
+    def _tell_all(self, late: Iterable[Word]) -> None:
+        contexts: dict[int, list[int]] = {}
+        for word in late:
+            contexts.setdefault(word.worker, []).append(word.context)
+        for worker, over in contexts.items():
+            self._say(worker, Release(tuple(over)))
+
+    def _say(
+        self,
+        worker: int,
+        message: Release | Claim,
+        heard: Callable[[Any], None] | None = None,
+        tries: int = _TRIES,
+    ) -> None:
+        def answered() -> None:
+            try:
+                answer = future.value()
+                if heard is not None:
+                    heard(answer)
+            except (WorkerLostError, ClosedError):
+                pass  # it has gone, or we have
+            except Exception as error:  # noqa: BLE001 whatever it is: once more
+                if tries > 1:
+                    again = partial(self._say, worker, message, heard, tries - 1)
+                    self._executor.call_at(time.monotonic() + _PAUSE, again)
+                else:
+                    log.warning("%s was not answered by %d: %s", message, worker, error)
+
+        try:
+            future = self._send(worker, message)
+        except GradwireError:
+            return
+        future.on_done(answered)
+
+
+def _untold(words: Iterable[Word]) -> list[Word]:
+    return [word for word in words if not word.is_told]

@@ -1,0 +1,309 @@
+"""Contexts: what one worker knows of a forward/backward session, and the table of them.
+
+A context is known on every worker that its calls reach, under one id: the worker that began it and
+a count. It comes to be where it is begun, or when the first message that carries its id arrives;
+it ends when the worker that began it says so. A message that is later than that finds a context
+that is not in the table, and what is recorded in it goes with the message.
+
+Which context is *current* is kept by `contextvars`: per thread, and per task of an event loop. It
+is kept for each worker by itself, because several can live in one process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..errors import GradwireError
+from .nodes import Crossing, Send
+
+_COUNT_BITS = 48
+_MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
+
+
+class Part(Protocol):
+    """What others want of a pass under way (`pass_driver.py`)."""
+
+    def engage(self, sender: int, words: Any, arrived: Any) -> Any: ...
+
+    def step(self, sender: int, words: Any, arrived: Any) -> Any: ...
+
+    def ended(self, worker: int, outcome: Any) -> None: ...
+
+    def end(self, failed: Any) -> None: ...
+
+    def worker_gone(self, worker: int, name: str) -> None: ...
+
+    def released(self) -> None: ...
+
+
+class Memory(OrderedDict[int, "int | None"]):
+    """The last numbers noted, each with a note. What comes after thousands of others is late."""
+
+    def add(self, number: int, note: int | None = None) -> None:
+        self[number] = note
+        if len(self) > _MOST_REMEMBERED:
+            self.popitem(last=False)
+
+
+class Numbers:
+    """Numbers that no other worker uses: a worker's id and a count."""
+
+    def __init__(self, worker: int) -> None:
+        self.next = itertools.count((worker << _COUNT_BITS) + 1).__next__
+
+
+def owner(number: int) -> int:
+    """The worker that made a number."""
+    return number >> _COUNT_BITS
+
+
+class Context:
+    """One session, as one worker knows it. May be used by several threads."""
+
+    strands: Any = None
+    """The graph as direct passes see it, when last looked at."""
+    is_released = False
+    _ended: Memory | None = None
+
+    def __init__(self, number: int) -> None:
+        self.id = number
+        self.lock = threading.Lock()
+        self.sends: dict[int, Send] = {}
+        self.recvs: dict[int, Any] = {}  # their nodes
+        self.known: set[int] = set()
+        """The workers that messages of this context went to or came from."""
+        self.gradients: dict[Tensor, Tensor] = {}
+        self.parts: dict[int, Part] = {}
+        """The passes under way here, by number."""
+        self.led: set[int] = set()
+        """The passes under way that were begun here."""
+        self.records: dict[int, Any] = {}
+        """What direct passes have done here, by number (`tree_pass.py`)."""
+
+    def __repr__(self) -> str:
+        return (
+            f"<Context {self.id}: {len(self.sends)} sends, {len(self.recvs)} recvs, "
+            f"{len(self.gradients)} gradients, {len(self.parts)} passes>"
+        )
+
+    @property
+    def ended(self) -> Memory:
+        """The passes that are not under way any more, and who engaged us in them; with the lock."""
+        if self._ended is None:
+            self._ended = Memory()
+        return self._ended
+
+    def has_ended(self, number: int) -> bool:
+        """Whether a pass is not under way any more; with the lock."""
+        return self._ended is not None and number in self._ended
+
+    def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
+        send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
+        with self.lock:
+            self.sends[number] = send
+            send.enter_late(len(self.sends))
+        return send
+
+    def add_recv(self, number: int, sender: int, node: Any) -> None:
+        """What `make_recv` gave belongs to a message of this context."""
+        node.crossing.become(number, sender, self.id)
+        self.recvs[number] = node  # in one step, as copying it: it needs no lock
+
+    def add_gradients(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """Gradients of one leaf add up. Those that were handed out are left alone."""
+        with self.lock:
+            known = self.gradients
+            for leaf, gradient in found:
+                before = known.setdefault(leaf, gradient)
+                if before is not gradient:
+                    known[leaf] = add(before, gradient)
+
+    def clear(self) -> list[Part]:
+        """Let go of everything; the passes that were under way."""
+        with self.lock:
+            self.is_released = True
+            parts = list(self.parts.values())
+            self.sends, self.recvs, self.gradients = {}, {}, {}
+            self.records, self.strands = {}, None
+        return parts
+
+    def passes(self) -> int:
+        """How many are under way here."""
+        with self.lock:
+            records = list(self.records.values())  # in one step: passes end meanwhile
+            return len(self.parts) + len([each for each in records if each.running])
+
+    def begin_pass(self, numbers: Numbers) -> tuple[int, int]:
+        """The number of a new pass, and that of the oldest one that was begun here and goes on.
+
+        With the lock. Ends with `led.discard`.
+
+        Raises:
+            GradwireError: the context is over.
+        """
+        if self.is_released:
+            raise unknown(self.id)
+        number = numbers.next()
+        self.led.add(number)
+        since = min(self.led)
+        if self.records:
+            self.forget_records(number, since)
+        return number, since
+
+    def forget_records(self, number: int, since: int) -> None:
+        """Whoever leads this pass has ended those before `since`; with the lock.
+
+        What still runs here is of one that failed: the word of that must find it.
+        """
+        # Records of others end meanwhile. A list of numbers is made in one step; one of pairs is
+        # not: the collector may come in between, and with it all that runs when things go.
+        for each in list(self.records):
+            if each < since and owner(each) == owner(number):
+                record = self.records.get(each)
+                if record is not None and not record.running:
+                    self.records.pop(each, None)
+
+
+def add(before: Tensor, more: Tensor) -> Tensor:
+    """The sum of two gradients, with a history if one has any, whatever the mode is."""
+    if before.layout is not torch.strided:
+        before, more = more, before  # not implemented that way where one is dense
+    if before.requires_grad or more.requires_grad:
+        with torch.enable_grad():
+            return before + more
+    return before + more
+
+
+class Contexts:
+    """The contexts of one worker."""
+
+    def __init__(self, worker: int) -> None:
+        self._worker = worker
+        self._numbers = Numbers(worker)
+        self._lock = threading.Lock()
+        self._contexts: dict[int, Context] = {}
+        self._released = Memory()
+        self._current: ContextVar[Context | None] = ContextVar(
+            "gradwire context", default=None
+        )
+
+    def __repr__(self) -> str:
+        return f"<Contexts of worker {self._worker}: {len(self._contexts)}>"
+
+    def __len__(self) -> int:
+        return len(self._contexts)
+
+    def __iter__(self) -> Iterator[Context]:
+        with self._lock:
+            return iter(list(self._contexts.values()))
+
+    def new(self) -> Context:
+        """A new context, which is the current one of this thread from now on.
+
+        Raises:
+            GradwireError: it has one already.
+        """
+        current = self._current.get()
+        if current is not None and not current.is_released:
+            raise GradwireError(
+                f"Already have an autograd context id for this thread: {current.id}. "
+                "Contexts do not nest: end that one first"
+            )
+        number = self._numbers.next()
+        context = self._contexts[number] = Context(number)
+        self._current.set(context)
+        return context
+
+    def current(self) -> Context | None:
+        context = self._current.get()
+        return None if context is None or context.is_released else context
+
+    @contextmanager
+    def entered(self, context: Context | None) -> Iterator[None]:
+        """Make a context the current one; None: have none."""
+        before = self._current.get()
+        self._current.set(context)
+        try:
+            yield
+        finally:
+            self._current.set(before)
+
+    def run(
+        self,
+        context: Context,
+        handler: Callable[[int, Any], Any],
+        sender: int,
+        message: Any,
+    ) -> Any:
+        """Handle a message in the context that it came with."""
+        current = self._current
+        before = current.set(context)
+        try:
+            return handler(sender, message)
+        finally:
+            current.reset(before)
+
+    def get(self, number: int) -> Context:
+        """The context with this id.
+
+        Raises:
+            GradwireError: there is none.
+        """
+        context = self._contexts.get(number)
+        if context is None:
+            raise unknown(number)
+        return context
+
+    def arrived(self, number: int) -> Context:
+        """The context that a message came with."""
+        context = self._contexts.get(number)
+        if context is not None:
+            return context
+        context = Context(number)
+        with self._lock:
+            if owner(number) != self._worker and number not in self._released:
+                return self._contexts.setdefault(number, context)
+        context.is_released = True
+        return context
+
+    def claimed(self, numbers: Iterable[int], worker: int) -> tuple[int, ...]:
+        """A worker has contexts that were begun here: it will be told of their end.
+
+        Those of them that are over.
+        """
+        over = []
+        for number in numbers:
+            context = self._contexts.get(number)
+            if context is not None:
+                context.known.add(worker)
+            if context is None or context.is_released:  # perhaps after all were told
+                over.append(number)
+        return tuple(over)
+
+    def remove(self, number: int) -> Context | None:
+        """Take a context off the table; None if it was not there."""
+        if owner(number) == self._worker:  # what is late will not bring it back
+            context = self._contexts.pop(number, None)
+        else:
+            with self._lock:
+                context = self._contexts.pop(number, None)
+                self._released.add(number)
+        if context is not None and self._current.get() is context:
+            self._current.set(None)
+        return context
+
+
+def unknown(number: int) -> GradwireError:
+    return GradwireError(
+        f"Could not find autograd context with id: {number} (its block has ended, or no call of "
+        "it has come here)"
+    )

@@ -1,0 +1,270 @@
+"""The nodes of the autograd graph where tensors leave a worker and arrive at one.
+
+A *send* stands at the end of the sender's graph: a node over exactly the tensors that left. Its
+own output is an empty tensor that nobody sees; a pass calls the engine with it, and the node's
+backward asks the run under way (`engine.py`) for the gradients that came back.
+
+Many tensors that leave are leaves. What the node of a send of such looks like does not depend on
+when it is made, because a leaf stays one however its values change: it is made when someone asks
+for it. Tensors with a history may be changed in place, and are then at another place in the graph:
+their node is made at once.
+
+A *recv* stands at the beginning of the receiver's graph: one node that made all the tensors that
+arrived together. Its backward hands their gradients to the run. The tensors are put into the graph
+where they are: same objects, same memory. A leaf that all recvs have as their input makes them
+differentiable, and is what the engine is asked to reach so that it runs them.
+
+The names of the nodes are those of PyTorch's, which people know from graphs and profiles. A node
+knows its `Crossing`, which knows nothing of the node: no cycles, so a graph goes when its context
+does.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, is_anomaly_enabled, is_grad_enabled
+from torch.autograd import Function
+from torch.autograd.graph import get_gradient_edge
+
+from . import hooks
+
+Gradients = tuple[Tensor | None, ...]
+
+_PREFIX = "torch::distributed::autograd::"
+_TOKEN = torch.zeros((), requires_grad=True)
+_BLANK = torch.zeros(())
+_MOST_KEPT = 4096  # bytes
+
+TOKEN = get_gradient_edge(_TOKEN)
+"""What lies behind every recv."""
+
+
+class Run(Protocol):
+    """What the nodes need of a call of the engine."""
+
+    def collect(self, send: Crossing) -> Gradients:
+        """The gradients for a send; waits for them."""
+
+    def deliver(self, recv: Crossing, gradients: Gradients) -> None:
+        """The gradients of a recv."""
+
+    def is_over(self) -> bool:
+        """Whether the pass has ended meanwhile."""
+
+
+class _Here(threading.local):
+    """The runs under way in this thread, innermost last."""
+
+    def __init__(self) -> None:
+        self.runs: list[Run | None] = []
+
+
+here = _Here()
+_making = threading.RLock()  # of the nodes that are made late
+
+
+class Crossing:
+    """One message's tensors that require grad, at one of its ends."""
+
+    is_hooked = False
+    """Users have put hooks on the node."""
+
+    def __init__(self, number: int, worker: int, context: int, count: int) -> None:
+        self.id = number
+        self.worker = worker
+        """The one at the other end."""
+        self.context = context
+        self.count = count
+        self.runs: list[Run] = []
+        """Those under way that pass through here: one, unless passes overlap."""
+
+    def become(self, number: int, worker: int, context: int) -> None:
+        """Stand for this message from now on."""
+        self.id, self.worker, self.context = number, worker, context
+
+    def __repr__(self) -> str:
+        return f"<Crossing {self.id}: {self.count} tensors, worker {self.worker}>"
+
+    def run(self) -> Run:
+        """The run that a node of ours is executed by.
+
+        With overlapping passes it is the one of this thread; a device's thread has none.
+        """
+        if len(self.runs) == 1:
+            return self.runs[0]
+        run = here.runs[-1] if here.runs else None
+        if run is not None and run in self.runs:
+            return run
+        raise RuntimeError(
+            f"the node of {self!r} can only be run by a distributed backward pass: use "
+            "backward(context_id, [loss]) instead of loss.backward()"
+        )
+
+
+class Send:
+    """Tensors that left."""
+
+    leaves: Sequence[Tensor] = ()
+    """The tensors, if all are leaves and nobody has asked for the node yet."""
+    passed_on: Sequence[Tensor] = ()
+    """The tensors, if all of them arrived, are sent on as they are, and are small."""
+    place = 0
+    """When the engine enters it, after all else that is ready: later places first.
+
+    From 1 on: 0 is for what comes later still (`device_queues.py`).
+    """
+    _output: Tensor | None = None
+
+    def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
+        self.crossing = crossing
+        for tensor in tensors:
+            if not tensor.is_leaf:
+                break
+        else:
+            if not is_anomaly_enabled():  # it notes where nodes are made
+                self.leaves = tensors
+                return
+        self._output = _made(_apply_send, crossing, *tensors)
+        if _are_passed_on(tensors):
+            self.passed_on = tensors
+
+    def __repr__(self) -> str:
+        return f"<Send of {self.crossing!r}>"
+
+    @property
+    def output(self) -> Tensor:
+        """Where the engine starts."""
+        output = self._output
+        return self._make_late() if output is None else output
+
+    @property
+    def node(self) -> Any:
+        return self.output.grad_fn
+
+    @property
+    def edges(self) -> tuple[tuple[Any, int], ...]:
+        """What lies behind the node: for each tensor the node that made it, and as which output."""
+        edges: tuple[tuple[Any, int], ...] = self.node.next_functions
+        return edges
+
+    def enter_late(self, place: int) -> None:
+        """Have the engine enter it at this place."""
+        self.place = place
+        if self._output is not None:
+            node: Any = self._output.grad_fn
+            node._set_sequence_nr(self.place)
+
+    def _make_late(self) -> Tensor:
+        with _making:
+            if self._output is not None:
+                return self._output
+            output = _made_late(self.crossing, self.leaves)
+            node: Any = output.grad_fn
+            node._set_sequence_nr(self.place)
+            self._output, self.leaves = output, ()
+            return output
+
+
+def _are_passed_on(tensors: Sequence[Tensor]) -> bool:
+    """Whether all of these arrived; and may be kept for as long as their context."""
+    size = 0
+    for tensor in tensors:
+        if type(tensor.grad_fn) is not RECV_NODE:
+            return False
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return False
+        size += tensor.nbytes
+    return size <= _MOST_KEPT
+
+
+def make_recv(tensors: Sequence[Tensor]) -> Any:
+    """The node of a recv of these tensors, which become part of the graph in place.
+
+    Its crossing is none as long as nobody has said where they came from (`Crossing.become`).
+    """
+    for tensor in tensors:
+        if tensor.requires_grad:
+            tensor.requires_grad_(False)  # it would stay a leaf
+    crossing = Crossing(0, 0, 0, len(tensors))
+    _made(_apply_recv, _TOKEN, crossing, tuple(tensors))
+    return tensors[0].grad_fn
+
+
+def _made(apply: Any, *inputs: Any) -> Any:
+    """What a function of ours gives, with a node for it."""
+    if is_grad_enabled():
+        return apply(*inputs)
+    with torch.enable_grad():
+        return apply(*inputs)
+
+
+def _made_late(crossing: Crossing, leaves: Sequence[Tensor]) -> Tensor:
+    """The output of a send of leaves, as it would have been when they left."""
+    if not all(leaf.is_leaf for leaf in leaves):
+        raise RuntimeError(
+            f"a leaf of {crossing!r} has got a history since it was sent: it was frozen "
+            "and then changed in place; send a copy of it"
+        )
+    frozen = [leaf for leaf in leaves if not leaf.requires_grad]
+    try:
+        for leaf in frozen:
+            leaf.requires_grad_()
+        with torch.inference_mode(False):
+            output: Tensor = _made(_apply_send, crossing, *leaves)
+        return output
+    finally:
+        for leaf in frozen:
+            leaf.requires_grad_(False)
+
+
+def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
+    ctx.crossing = crossing
+    return _BLANK.detach()  # a new one each time, made in the quickest way
+
+
+def _send_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+    crossing = ctx.crossing
+    return None, *crossing.run().collect(crossing)
+
+
+def _recv_forward(ctx: Any, token: Tensor, crossing: Crossing, tensors: Any) -> Any:
+    ctx.crossing = crossing
+    ctx.materialize_grads = False  # all that `set_materialize_grads` does
+    return tensors
+
+
+def _recv_backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, None, None]:
+    crossing = ctx.crossing
+    crossing.run().deliver(crossing, gradients)
+    return None, None, None
+
+
+def _function(name: str, forward: Any, backward: Any) -> Any:
+    """How to apply a `Function`; the name of its nodes is this and `Backward`.
+
+    It is applied without what `Function.apply` does for transforms such as `vmap`, which takes as
+    long as the rest: tensors inside of those cannot be sent.
+    """
+    members = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    function: Any = type(_PREFIX + name, (Function,), members)
+    return super(Function, function).apply
+
+
+_apply_send = _function("SendRpc", _send_forward, _send_backward)
+_apply_recv = _function("RecvRpc", _recv_forward, _recv_backward)
+
+
+def _node_types() -> tuple[type, type, type]:
+    crossing = Crossing(0, 0, 0, 1)
+    send, recv = Send(crossing, [_TOKEN]), make_recv([torch.empty(())])
+    return type(send.node), type(recv), type(TOKEN.node)
+
+
+SEND_NODE, RECV_NODE, LEAF_NODE = _node_types()
+"""The types of the nodes of sends and recvs, and of those behind leaves (AccumulateGrad)."""
+hooks.note(SEND_NODE)
+hooks.note(RECV_NODE)

@@ -1,0 +1,70 @@
+"""What the layers below need of distributed autograd: contexts travel with messages.
+
+A message that leaves while a context is current belongs to it, also if none of its tensors needs a
+gradient, so that every worker that a context reaches is known. What arrives with a context is run
+in it, and answered in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from torch import Tensor, is_grad_enabled
+
+from .._wire.cargo import require_grad
+from .._wire.frames import Frame, Parcel
+from .._wire.messages import RESULT
+from .arguments import check_kinds
+from .contexts import Context
+from .nodes import make_recv
+from .service import Autograd
+from .strands import strands_of
+
+
+class Recording:
+    """Records messages of one worker (a `Recorder` of `_wire/cargo.py`)."""
+
+    def __init__(self, autograd: Autograd) -> None:
+        self._find = autograd.contexts.arrived
+        self._number = autograd.numbers.next
+        self._take_word = autograd.releases.take
+        self.current = autograd.contexts.current
+        self.check = check_kinds
+        self.prepare = make_recv
+
+    def leaving(
+        self, context: Context, to: int, parcel: Parcel, tensors: Sequence[Tensor]
+    ) -> None:
+        """A message of a context leaves, with these tensors that need gradients."""
+        context.known.add(to)
+        if tensors and is_grad_enabled() and not context.is_released:
+            parcel.mark = mark = self._number()
+            context.add_send(mark, to, tensors)
+            parcel.afterwards = (partial(look_at_graph, context),)
+        # Whoever is known by now will be told of its end. Others must not hear of it any more.
+        if context.is_released:
+            parcel.mark = 0
+        else:
+            parcel.scope = context.id
+        if parcel.kind != RESULT:  # which nobody answers
+            word = self._take_word(to)
+            if word is not None:
+                parcel.over, parcel.freight = word.context, (word,)
+
+    def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Context:
+        """A message of a context came, with these tensors that need gradients; the context."""
+        context = self._find(frame.scope)
+        context.known.add(sender)
+        if tensors and frame.mark:
+            node = frame.history or make_recv(tensors)
+            context.add_recv(frame.mark, sender, node)
+        elif tensors:
+            require_grad(tensors)
+        return context
+
+
+def look_at_graph(context: Context) -> None:
+    """A message has left: look at the graph, while others work."""
+    with context.lock:
+        strands_of(context)

@@ -1,0 +1,194 @@
+"""What one worker has to run in one pass: the segments of its graph, and how to run one.
+
+Knows nothing of messages or of the order in which segments are run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from . import anomaly, engine
+from .actions import Piece, Plan
+from .contexts import Context, add
+from .ddp import accumulating, is_joint, replicated
+from .engine import Job, Start
+from .gradients import keep, keep_accumulated, kept_so_far, look_at
+from .graph import Segment, cut
+from .messages import ANOMALY, CREATE, QUIET
+from .nodes import Crossing, Gradients, Run, Send
+from .rounds import Record
+
+
+class Work:
+    """The sources of a pass on a worker, as they are when it is made."""
+
+    def __init__(
+        self,
+        context: Context,
+        start: Start,
+        flags: int,
+        record: Record | None = None,
+        enter: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """`record`: what the pass has done here directly, before this. `enter`: the context.
+
+        Calls that a backward makes belong to it, if they are to be differentiated again.
+        """
+        with context.lock:
+            sends, recvs = dict(context.sends), dict(context.recvs)
+        if record is not None:
+            known, ran, gone = (
+                islice(sends.items(), record.count),
+                record.ran(),
+                {*record.gone},
+            )
+            sends = {n: send for n, send in known if n not in ran}
+            recvs = {n: recv for n, recv in recvs.items() if n not in gone}
+        roots = [root.grad_fn for root in start.roots]
+        self._context = context
+        self._start = start
+        self._flags = flags
+        self._enter = enter if flags & CREATE else nullcontext
+        self._segments = self._cut(roots, list(sends.values()))
+        self._lock = threading.Lock()
+        self.wanted: list[Tensor | None] = [None] * len(start.wanted)
+        self.plan = Plan(
+            [_piece(segment) for segment in self._segments],
+            {number: send.crossing.worker for number, send in sends.items()},
+            {number: recv.crossing.worker for number, recv in recvs.items()},
+        )
+
+    def has_roots(self, piece: int) -> bool:
+        return bool(self._segments[piece].roots)
+
+    def is_last(self, piece: int, recv: int) -> bool:
+        """Whether a run of a piece is about to end when it comes to this recv."""
+        return recv in self._segments[piece].last
+
+    def is_whole(self, piece: int, sends: Sequence[int]) -> bool:
+        """Whether these are all the sends of a piece."""
+        return len(sends) == len(self._segments[piece].sends)
+
+    def narrow(self, piece: int, sends: Sequence[int]) -> list[int]:
+        """Leave out the other sends of a piece; the recvs that are still reached."""
+        with (
+            self._lock
+        ):  # two threads may come in either order: what is left out stays so
+            whole = self._segments[piece]
+            kept, parts = self._cut_to(whole, sends)
+            recvs = [recv for part in parts for recv in part.recvs]
+            leaves = {leaf for part in parts for leaf in part.leaves}
+            ids = [recv.crossing.id for recv in recvs]
+            last = {n: whole.last[n] for n in ids if n in whole.last}
+            foreign = [recv for part in parts for recv in part.foreign]
+            narrow = Segment(whole.roots, kept, leaves, recvs, last, foreign=foreign)
+            self._segments[piece] = narrow
+        return ids
+
+    def reach(self, piece: int, sends: Sequence[int]) -> list[int]:
+        """The recvs that the roots of a piece reach, and these sends of it."""
+        _, parts = self._cut_to(self._segments[piece], sends)
+        return [recv.crossing.id for part in parts for recv in part.recvs]
+
+    def _cut_to(
+        self, whole: Segment, sends: Sequence[int]
+    ) -> tuple[list[Send], list[Segment]]:
+        """These sends of a segment, and what it is with its roots and no others."""
+        kept = [send for send in whole.sends if send.crossing.id in sends]
+        return kept, self._cut(self._roots(whole), kept)
+
+    def _cut(self, roots: Sequence[Any], sends: Sequence[Send]) -> list[Segment]:
+        return cut(roots, sends, self._context.id, is_joint, replicated)
+
+    def execute(
+        self, piece: int, run: Run, given: dict[int, Gradients] | None
+    ) -> Sequence[tuple[Crossing, Gradients]]:
+        """Run a piece, and keep the gradients of its leaves; those of recvs not yet delivered.
+
+        `given`: the gradients of its sends, if they are all there.
+
+        Raises:
+            Exception: whatever a backward or a hook raises.
+        """
+        with self._enter():
+            if not self._flags & ANOMALY:
+                return self._execute(piece, run, given)
+            with anomaly.explained(self._sources(piece), run, self._flags):
+                return self._execute(piece, run, given)
+
+    def _sources(self, piece: int) -> list[Any]:
+        segment = self._segments[piece]
+        return [*self._roots(segment), *(send.node for send in segment.sends)]
+
+    def _roots(self, segment: Segment) -> list[Any]:
+        """The nodes of a segment's roots."""
+        return [self._start.roots[index].grad_fn for index in segment.roots]
+
+    def _execute(
+        self, piece: int, run: Run, given: dict[int, Gradients] | None
+    ) -> Sequence[tuple[Crossing, Gradients]]:
+        segment, start = self._segments[piece], self._start
+        if given is not None and _is_hooked(segment):
+            given = None
+        if segment.is_bare and given is not None and self._keep_bare(segment, given):
+            return ()
+        roots = [(start.roots[i], start.gradients[i]) for i in segment.roots]
+        replicas = () if self._flags & QUIET else replicated(segment.leaves)
+        if replicas:
+            job = Job(roots, segment, (), self._flags, None)
+            known = partial(kept_so_far, self._context)
+            kept = partial(keep_accumulated, self._context, self._flags)
+            with accumulating(replicas, segment.leaves, known, kept, run.is_over):
+                engine.accumulate(job, run)
+            return ()
+        job = Job(roots, segment, start.wanted, self._flags, given)
+        found = engine.execute(job, run)
+        if run.is_over():  # nobody waits for it any more
+            return ()
+        if found.leaves:
+            keep(self._context, look_at(segment.leaves), found.leaves, self._flags)
+        for index, gradient in enumerate(found.wanted):
+            if gradient is not None:
+                with self._lock:
+                    before = self.wanted[index]
+                    total = gradient if before is None else add(before, gradient)
+                    self.wanted[index] = total
+        return found.recvs
+
+    def _keep_bare(self, segment: Segment, given: dict[int, Gradients]) -> bool:
+        """Keep the gradients of leaves that were sent as they are; False: the engine is needed."""
+        (send,) = segment.sends
+        nodes = [node for node, _ in send.node.next_functions]
+        if (
+            len(segment.leaves) < len(nodes)
+            or self._start.wanted
+            or self._flags & QUIET
+            or any(node.variable._backward_hooks for node in nodes)
+            or replicated(nodes)
+        ):
+            return False
+        gradients = list(given.pop(send.crossing.id))
+        keep(self._context, look_at(nodes), gradients, self._flags)
+        return True
+
+
+def _is_hooked(segment: Segment) -> bool:
+    """Whether the nodes of its sends and recvs have to be run, for the sake of their hooks."""
+    return any(send.crossing.is_hooked for send in segment.sends) or any(
+        recv.crossing.is_hooked for recv in segment.recvs
+    )
+
+
+def _piece(segment: Segment) -> Piece:
+    return Piece(
+        tuple([send.crossing.id for send in segment.sends]),
+        tuple([recv.crossing.id for recv in segment.recvs]),
+        bool(segment.roots),
+    )

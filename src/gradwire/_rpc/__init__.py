@@ -1,0 +1,1 @@
+"""Calls: sent, run, answered, and their futures."""

@@ -1,0 +1,347 @@
+"""The driver of the calls layer: sends calls, runs those that come, completes futures.
+
+What it knows is in pure tables (`calls.py`, `gatherings.py`, `members.py`); this file moves
+messages between them, the transport and the executor. Its lock guards the table of calls and is
+never held while sending or running user code.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from .._transport.base import Card, Transport
+from .._wire.codec import Codec
+from .._wire.frames import Frame, Parcel
+from .._wire.functions import describe
+from .._wire.messages import FAILURE, RESULT, Call
+from ..errors import ClosedError, ProtocolError, StaleReferenceError, WorkerLostError
+from ..events import Event
+from ..ids import WorkerInfo
+from ..options import Options
+from ..threads import Executor
+from . import torch_modes
+from .caller import Caller
+from .encoding import prepare
+from .ends import after
+from .futures import CallFuture, Failed
+from .members import Members
+from .peers import Peer
+from .runner import Later, Runner
+
+log = logging.getLogger("gradwire")
+
+Handler = Callable[[int, Any], Any]
+InContext = Callable[[Any, Handler, int, Any], Any]
+EndContext = Callable[[int, int], None]
+
+
+class Directory(Protocol):
+    """Where to look for workers that came later (`_transport/rendezvous.py`)."""
+
+    def find(self, name: str) -> Card | None: ...
+
+    def card(self, number: int) -> Card | None: ...
+
+
+class _Nobody:
+    """In a world of fixed size nobody comes later."""
+
+    def find(self, name: str) -> Card | None:
+        return None
+
+    def card(self, number: int) -> Card | None:
+        return None
+
+
+def _run_anyway(context: Any, handler: Handler, sender: int, message: Any) -> Any:
+    return handler(sender, message)
+
+
+def _ignore(context: int, sender: int) -> None:
+    """Where there are no contexts, none ends."""
+
+
+class Agent:
+    """Calls from and to one worker."""
+
+    def __init__(
+        self,
+        card: Card,
+        *,
+        options: Options,
+        executor: Executor,
+        transport: Transport,
+        codec: Codec,
+        runner: Runner,
+    ) -> None:
+        self.me = card
+        self.members = Members()
+        self.joined: Event[WorkerInfo] = Event("joined")
+        self.gone: Event[WorkerInfo] = Event("gone")
+        self.directory: Directory = _Nobody()
+        self.caller = Caller(
+            card.id,
+            options=options,
+            executor=executor,
+            transport=transport,
+            codec=codec,
+            deliver=self.arrived,
+        )
+        self._options = options
+        self._executor = executor
+        self._transport = transport
+        self._codec = codec
+        self._runner = runner
+        self._handlers: dict[type, Handler] = {Call: self._run_call}
+        self._patient: set[type] = set()
+        self._in_context: InContext = _run_anyway
+        self._end_context: EndContext = _ignore
+        self._peers: dict[int, Peer] = {}
+        self._closed = False
+        self.run_count = 0
+        """Requests of others that were run here, those of upper layers too."""
+
+    def __repr__(self) -> str:
+        return f"<Agent of {self.me.name}: {self.caller.in_flight} calls in flight>"
+
+    # Who is there
+
+    def add_member(self, card: Card) -> None:
+        """Get to know a worker."""
+        if self.members.add(card):
+            plain = self._options.allow is not None
+            self._peers[card.id] = Peer(card, self.me.main, plain)
+            self.joined.fire(card.info)
+
+    def peer(self, to: str | int | WorkerInfo) -> Peer:
+        """Whom `to` names.
+
+        Raises:
+            ValueError, TypeError, WorkerLostError: nobody.
+        """
+        if self._closed:
+            raise ClosedError(f"worker {self.me.name!r} is shut down")
+        try:
+            card = self.members.find(to)
+        except (ValueError, WorkerLostError):
+            newcomer = self._look_up(to)
+            if newcomer is not None:
+                self.add_member(newcomer)
+            if newcomer is None or self.members.get(newcomer.id) is None:
+                raise  # nobody, or the directory still lists the one that is gone
+            card = newcomer
+        return self._peers[card.id]
+
+    def _look_up(self, to: str | int | WorkerInfo) -> Card | None:
+        if isinstance(to, str):
+            return self.directory.find(to)
+        return self.directory.card(to if isinstance(to, int) else to.id)
+
+    def watch_over_all(self) -> None:
+        """See to it that the loss of any worker is noticed, also of one nobody speaks to."""
+        for card in self.members.cards():
+            if card.id != self.me.id:
+                self._executor.submit(partial(self._transport.watch, card))
+
+    def _introduced(self, worker: int) -> Peer | None:
+        """A newcomer that spoke to us before we heard of it."""
+        card = self.directory.card(worker)
+        if card is not None:
+            self.add_member(card)
+        return self._peers.get(worker)
+
+    # Calls from here
+
+    def call_sync(
+        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
+    ) -> Any:
+        call = prepare(func, args, kwargs)
+        return self.caller.call_sync(self.peer(to), call, timeout)
+
+    def call_async(
+        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
+    ) -> CallFuture:
+        call = prepare(func, args, kwargs)
+        return self.caller.call_async(self.peer(to), call, timeout)
+
+    def request(
+        self, to: int, message: Any, timeout: float | None = None
+    ) -> CallFuture:
+        """Send an upper layer's message; the future of its answer."""
+        peer = self.peer(to)
+        parcel = self._codec.message(message, peer.manner)
+        return self.caller.post(peer, parcel, type(message), timeout)
+
+    def ask(
+        self,
+        to: int,
+        message: Any,
+        timeout: float | None = None,
+        is_over: Callable[[], bool] | None = None,
+        meanwhile: Callable[[], object] | None = None,
+    ) -> Any:
+        """Send an upper layer's message; its answer. `meanwhile` is called where that helps.
+
+        Raises:
+            CallTimeout: in time; or it `is_over`: soon after the answer is not wanted any more.
+        """
+        peer = self.peer(to)
+        parcel = self._codec.message(message, peer.manner)
+        parcel.meanwhile = meanwhile
+        return self.caller.ask(peer, parcel, type(message), timeout, is_over)
+
+    def handle(
+        self,
+        kind: int,
+        message: type,
+        handler: Handler,
+        *,
+        in_haste: bool = True,
+        in_context: bool = False,
+    ) -> None:
+        """Have an upper layer's messages handled: `handler(sender, message)` returns the answer.
+
+        Where there is no haste, answers are held back a moment to travel with others. `in_context`:
+        the message belongs to the context in which it is sent, and is handled in it.
+        """
+        self._codec.register(kind, message, in_context=in_context)
+        self._handlers[message] = handler
+        if not in_haste:
+            self._patient.add(message)
+
+    def run_in_context(self, run: InContext, end: EndContext) -> None:
+        """Have messages of a context handled by `run(context, handler, sender, message)`.
+
+        `end(context, sender)` is called when the sender has said that a context is over.
+        """
+        self._in_context = run
+        self._end_context = end
+
+    # Calls from others
+
+    def answer(self, sender: int, frame: Frame) -> Parcel:
+        """Run a request that came by a lane."""
+        peer = self._peers.get(sender) or self._introduced(sender)
+        if peer is None:
+            raise ProtocolError(f"worker {sender} is not known here")
+        try:
+            message, value = self._run(sender, frame)
+            if type(value) is Later:
+                if value.begin is not None:
+                    value.begin()
+                value = value.future.wait()
+        except BaseException as error:  # noqa: BLE001 user code
+            parcel = self._codec.failure(error, peer.manner)
+        else:
+            parcel = self._result(peer, message, value, frame.context)
+        if frame.over:  # whoever asked need not wait for that
+            parcel.afterwards += (partial(self._end_context, frame.over, sender),)
+        return parcel
+
+    def arrived(self, sender: int, frame: Frame) -> None:
+        """Take what was posted: an answer, or a request to run."""
+        peer = self._peers.get(sender) or self._introduced(sender)
+        if peer is None:
+            log.warning("dropped a message from worker %d, who is not known", sender)
+        elif frame.kind in (RESULT, FAILURE):
+            self.caller.complete(peer, frame)
+        elif peer.is_new(frame.call):
+            self._serve(peer, frame)
+            if frame.over:
+                self._end_context(frame.over, sender)
+
+    def _serve(self, peer: Peer, frame: Frame) -> None:
+        try:
+            message, value = self._run(peer.id, frame)
+        except BaseException as error:  # noqa: BLE001 user code
+            self._reply(peer, frame.call, self._codec.failure(error, peer.manner))
+            return
+        if type(value) is not Later:
+            result = self._result(peer, message, value, frame.context)
+            self._reply(peer, frame.call, result, message)
+            return
+        call, context = frame.call, frame.context
+
+        def finished(future: Any) -> None:
+            try:
+                parcel = self._result(peer, message, future.value(), context)
+            except BaseException as error:  # noqa: BLE001 user code
+                parcel = self._codec.failure(error, peer.manner)
+            self._reply(peer, call, parcel, message)
+
+        value.future.add_done_callback(finished)
+        if value.begin is not None:
+            value.begin()
+
+    def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
+        self.run_count += 1
+        message = self._codec.open(frame, sender)
+        if frame.waits:
+            after(frame, message)
+        handler = self._handlers[type(message)]
+        if frame.context is None:
+            return message, handler(sender, message)
+        return message, self._in_context(frame.context, handler, sender, message)
+
+    def _run_call(self, sender: int, call: Call) -> Any:
+        return self._runner.run(call)
+
+    def _result(self, peer: Peer, message: Any, value: Any, context: Any) -> Parcel:
+        if type(value) is Failed:
+            return self._codec.failure(value.error, peer.manner, value.trace)
+        given = getattr(message, "modes", None) if context else None
+        try:
+            if given is None or torch_modes.allow_grad(given):
+                return self._codec.result(value, peer.manner, context)
+            with torch.no_grad():
+                return self._codec.result(value, peer.manner, context)
+        except (WorkerLostError, StaleReferenceError) as error:  # of a reference in it
+            return self._codec.failure(error, peer.manner)
+        except Exception as error:  # noqa: BLE001 user code
+            what = describe(getattr(message, "function", message))
+            kind = type(value)
+            refusal = TypeError(
+                f"the result of {what}, a {kind.__module__}.{kind.__qualname__}, cannot "
+                f"be sent: {type(error).__name__}: {error}"
+            )
+            refusal.__cause__ = error
+            return self._codec.failure(refusal, peer.manner)
+
+    def _reply(
+        self, peer: Peer, call: int, parcel: Parcel, message: Any = None
+    ) -> None:
+        parcel.can_wait = parcel.kind == RESULT and type(message) in self._patient
+        if self._closed:
+            return  # that we have left is the answer to all that was under way
+        if peer.id == self.me.id:
+            self.caller.complete(peer, parcel.arrive(call))
+        else:
+            self._transport.reply(peer.id, call, parcel)
+
+    # Workers that go
+
+    def lost(self, worker: int, reason: str) -> None:
+        if self.members.get(worker) is not None:
+            log.warning("lost worker %r: %s", self.members.name(worker), reason)
+        self._went(worker, reason)
+
+    def left(self, worker: int) -> None:
+        self._went(worker, "it has left")
+
+    def _went(self, worker: int, reason: str) -> None:
+        card = self.members.remove(worker, reason)
+        self.caller.worker_gone(worker, reason)
+        if card is not None:
+            self._transport.forget(worker)
+            self.gone.fire(card.info)
+
+    def close(self) -> None:
+        """Fail what is in flight; nothing more is sent or run."""
+        self._closed = True
+        self.caller.close()
+        self._runner.close()

@@ -1,0 +1,392 @@
+"""The caller's half: sends calls, keeps those in flight, completes their futures.
+
+What is in flight is in a pure table (`calls.py`); its lock is never held while sending or running
+user code. A call ends once: by its answer, by its deadline, or with the worker it went to.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from .._transport.base import NAP, Transport
+from .._wire.codec import Codec
+from .._wire.failures import revive_failure
+from .._wire.frames import Frame, Parcel
+from .._wire.functions import describe
+from .._wire.messages import RESULT, Call, Failure
+from ..errors import (
+    CallTimeout,
+    ClosedError,
+    GradwireError,
+    StaleReferenceError,
+    WorkerLostError,
+)
+from ..options import Options, check_timeout
+from ..threads import Bell, Executor
+from .calls import CallsInFlight, Pending
+from .deferred_requests import Held, HeldBack
+from .ends import account, after, fail, too_late
+from .futures import CallFuture, Fate, fresh_copy, settle, wait_after
+from .peers import Peer
+
+_FOR_EVER = float("inf")
+_NO_LIMIT = (0, _FOR_EVER)
+
+
+class Caller:
+    """Calls from one worker. `deliver` takes the frames it sends to itself."""
+
+    def __init__(
+        self,
+        me: int,
+        *,
+        options: Options,
+        executor: Executor,
+        transport: Transport,
+        codec: Codec,
+        deliver: Callable[[int, Frame], None],
+    ) -> None:
+        self.timeout_error = CallTimeout
+        """What is raised when a call takes too long, or a subclass of it."""
+        self._me = me
+        self._default_timeout = options.timeout
+        self._executor = executor
+        self._transport = transport
+        self._codec = codec
+        self._deliver = deliver
+        self._attend = self._wait_for  # one bound method for all futures
+        self._lock = threading.Lock()
+        self._calls = CallsInFlight()
+        self._held = HeldBack(executor, self._start)
+        self._readers: dict[int, int] = {}  # by call, the thread that reads for it
+        self._opening: set[int] = set()  # calls whose answer is here, not yet decoded
+        self._exchanging: dict[int, int] = {}  # by number, whom a lane is used to call
+        self._exchanges = 0  # ever made, and so the next one's number
+        self._posted = 0  # users' calls ever posted
+        self._alarm = _FOR_EVER
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._calls) + len(self._exchanging)
+
+    @property
+    def started(self) -> int:
+        """Users' calls ever made from here."""
+        return self._posted + self._exchanges
+
+    def answers(self) -> list[CallFuture]:
+        """The futures of all that was posted and is not answered."""
+        with self._lock:
+            return [pending.answer for pending in self._calls]
+
+    def underway(self, to: int) -> set[int]:
+        """The calls to a worker that may still be answered."""
+        with self._lock:
+            posted = {pending.call for pending in self._calls if pending.to == to}
+            lanes = {~n for n, at in self._exchanging.copy().items() if at == to}
+            return posted | lanes | self._opening
+
+    def call_sync(
+        self, peer: Peer, call: Call, timeout: float | None, meanwhile: Any = None
+    ) -> Any:
+        """Call and wait; `meanwhile` is called when the request is on its way."""
+        if not self._has_lane(peer):
+            return wait_after(meanwhile, self.call_async(peer, call, timeout))
+        parcel = self._codec.call(call, peer.manner)
+        parcel.meanwhile = meanwhile
+        return self._exchange(peer, parcel, call.function, timeout)
+
+    def call_async(self, peer: Peer, call: Call, timeout: float | None) -> CallFuture:
+        """Call; the future of the result."""
+        parcel = self._codec.call(call, peer.manner)
+        return self.post(peer, parcel, call.function, timeout, calls=1)
+
+    def call_soon(
+        self,
+        peer: Peer,
+        call: Call,
+        timeout: float | None,
+        make: Callable[..., CallFuture],
+    ) -> CallFuture:
+        """Call; the future of the result, as `make` makes it.
+
+        The request is held back for a moment if it can be; it may be taken back (`take_held`).
+        """
+        parcel = self._codec.call(call, peer.manner)
+        held = self._request(peer, parcel, call.function, timeout, make)
+        if not parcel.bulk_length and self._has_lane(peer):
+            self._held.hold(held)
+        else:
+            self._held.flush(peer.id)
+            self._start(held, 1)
+        future: CallFuture = held.pending.answer
+        return future
+
+    def ask(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> Any:
+        """Send a request and wait for its answer; by a lane of its own where there are lanes."""
+        if self._has_lane(peer):
+            return self._exchange(peer, parcel, what, timeout, is_over)
+        future = self.post(peer, parcel, what, timeout)
+        while is_over is not None and not future.done():
+            self._wait_for(future, time.monotonic() + NAP)
+            if is_over() and not future.done():
+                seconds = self._seconds(timeout)
+                raise self.timeout_error(describe(what), peer.name, seconds)
+        return future.wait()
+
+    def post(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        *,
+        calls: int = 0,
+    ) -> CallFuture:
+        """Send a request; the future of its answer. It counts as so many calls of a user."""
+        held = self._request(peer, parcel, what, timeout, CallFuture)
+        self._held.flush(peer.id)
+        self._start(held, calls)
+        future: CallFuture = held.pending.answer
+        return future
+
+    def take_held(self, future: CallFuture) -> Held | None:
+        """The request whose answer this is, if it is held back; it is then the caller's to send."""
+        return self._held.take(future.to, future.call)
+
+    def ask_held(self, held: Held, kind: int, timeout: float | None) -> Any:
+        """Send a request that was held back by a lane, as one of another kind; its answer.
+
+        The future of the request itself is done when the answer is there.
+        """
+        held.parcel.kind = kind
+        future: CallFuture = held.pending.answer
+        what, left = future.fate.what, future.deadline - time.monotonic()
+        seconds = self._seconds(timeout) or _FOR_EVER
+        try:
+            value = self._exchange(held.peer, held.parcel, what, min(seconds, left))
+        except CallTimeout as error:
+            if left <= seconds:
+                future.set_exception(fresh_copy(error))
+                raise
+            raise type(error)(error.call, error.worker, seconds) from None
+        except WorkerLostError as error:
+            if error.worker == held.peer.name:  # and not of a reference in the answer
+                future.set_exception(fresh_copy(error))
+            raise
+        finally:
+            if not future.done():
+                future.set_result(None)
+        return value
+
+    def local_future(self, what: Any, worker: str) -> CallFuture:
+        """A future that someone here completes."""
+        return CallFuture(0, self._me, _FOR_EVER, self._attend, Fate(what, worker))
+
+    def complete(self, peer: Peer, frame: Frame) -> None:
+        """An answer came."""
+        with self._lock:
+            pending = self._calls.answered(frame.call)
+            if pending is None:
+                return  # too late, or repeated
+            self._opening.add(frame.call)
+        account(pending.freight, arrived=frame.kind == RESULT)
+        future, call = pending.answer, frame.call
+        try:
+            value = self._open(peer, future.fate.what, frame)
+        except Exception as error:  # noqa: BLE001 user code
+            self._opening.discard(call)
+            future.set_exception(error)
+            return
+        if not frame.waits:
+            self._opening.discard(call)
+            future.set_result(value)
+            return
+
+        def finish() -> None:
+            try:
+                settle(future, lambda: after(frame, value))
+            finally:
+                self._opening.discard(call)
+
+        self._executor.submit(finish)  # not here: this thread reads for others too
+
+    def worker_gone(self, worker: int, reason: str) -> None:
+        """Fail what waits for a worker that is no more."""
+        with self._lock:
+            orphans = self._calls.worker_lost(worker)
+        held = self._held.drop(worker)
+        if held is not None:
+            orphans.append(held.pending)
+        for pending in orphans:
+            fail(pending, WorkerLostError(pending.answer.fate.worker, reason))
+
+    def close(self) -> None:
+        """Fail what is in flight."""
+        with self._lock:
+            orphans = [p for p in self._calls if self._calls.answered(p.call)]
+        for pending in [*orphans, *(held.pending for held in self._held.drop_all())]:
+            fail(pending, ClosedError("this worker was shut down"))
+
+    def wait_quiet(self) -> None:
+        """Wait until nothing is in flight from here."""
+        self._held.flush_all()
+        for pending in self._calls:
+            self._wait_for(pending.answer, None)
+        while self._exchanging or self._opening:
+            time.sleep(0.001)  # other threads of this process; each ends by itself
+
+    def _has_lane(self, peer: Peer) -> bool:
+        return self._transport.has_lanes and peer.id != self._me
+
+    def _exchange(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        is_over: Callable[[], bool] | None = None,
+    ) -> Any:
+        seconds = self._default_timeout if timeout is None else check_timeout(timeout)
+        if self._held.requests:
+            self._held.flush(peer.id)
+        with self._lock:
+            self._exchanges += 1
+            number = self._exchanges
+            self._exchanging[number] = peer.id
+        frame = None
+        try:
+            try:
+                limit = None if seconds in _NO_LIMIT else seconds
+                frame = self._transport.exchange(peer.card, parcel, limit, is_over)
+            except TimeoutError:
+                raise self.timeout_error(describe(what), peer.name, seconds) from None
+            value = self._open(peer, what, frame)
+            return after(frame, value) if frame.waits else value
+        finally:
+            del self._exchanging[number]  # in one step, as copying it: it needs no lock
+            if parcel.freight:
+                arrived = frame is not None and frame.kind == RESULT
+                account(parcel.freight, arrived=arrived)
+
+    def _seconds(self, timeout: float | None) -> float:
+        return self._default_timeout if timeout is None else check_timeout(timeout)
+
+    def _request(
+        self,
+        peer: Peer,
+        parcel: Parcel,
+        what: Any,
+        timeout: float | None,
+        make: Callable[..., CallFuture],
+    ) -> Held:
+        """A request that has not been sent yet."""
+        seconds = self._seconds(timeout)
+        deadline = time.monotonic() + seconds if seconds else _FOR_EVER
+        call = peer.next_call()
+        future = make(call, peer.id, deadline, self._attend, Fate(what, peer.name))
+        pending = Pending(call, peer.id, seconds, deadline, future, parcel.freight)
+        return Held(peer, parcel, pending)
+
+    def _start(self, held: Held, calls: int = 1) -> None:
+        """Send a request and await its answer."""
+        pending = held.pending
+        deadline = pending.deadline
+        with self._lock:
+            self._posted += calls
+            self._calls.started(pending)
+            sooner = deadline < self._alarm
+            if sooner:
+                self._alarm = deadline
+        if sooner:
+            self._executor.call_at(deadline, self._expire)
+        self._send(held.peer, pending.call, held.parcel, deadline)
+
+    def _send(self, peer: Peer, call: int, parcel: Parcel, deadline: float) -> None:
+        if peer.id == self._me and not self._transport.carries_own:
+            frame = parcel.arrive(call)
+            self._executor.submit(lambda: self._deliver(self._me, frame))
+            return
+        try:
+            limit = None if deadline == _FOR_EVER else deadline
+            self._transport.post(peer.card, call, parcel, limit)
+        except GradwireError as error:
+            self._fail(call, error)
+        except TimeoutError:
+            self._expire()
+
+    def _fail(self, call: int, error: Exception) -> None:
+        with self._lock:
+            pending = self._calls.answered(call)
+        if pending is not None:
+            fail(pending, error)
+
+    def _wait_for(self, future: CallFuture, deadline: float | None) -> None:
+        """Wait until a future is done, or the deadline."""
+        self._held.flush_all()
+        while not future.done():
+            if deadline is not None and time.monotonic() >= deadline:
+                return
+            until = min(future.deadline, deadline or _FOR_EVER)
+            limit = None if until == _FOR_EVER else until
+            if future.to != self._me:
+                self._read_for(future, limit)
+            self._expire()
+            if not future.done():
+                self._sleep(future, limit)
+
+    def _read_for(self, future: CallFuture, deadline: float | None) -> None:
+        """Take part in the reading: one of the threads that wait for a future does."""
+        me = threading.get_ident()
+        if self._readers.setdefault(future.call, me) != me:
+            return
+        try:
+            self._transport.attend(future.to, future.call, future, deadline)
+        finally:
+            del self._readers[future.call]
+
+    def _sleep(self, future: CallFuture, deadline: float | None) -> None:
+        """Wait where there is no connection to read from."""
+        bell = Bell()
+        future.on_done(bell.ring)
+        with self._executor.waiting():
+            bell.wait_until(deadline)
+        self._expire()
+
+    def _expire(self) -> None:
+        """Fail the calls whose time is up."""
+        now = time.monotonic()
+        with self._lock:
+            if now < self._alarm:
+                return
+            late = self._calls.expired(now)
+            self._alarm = self._calls.next_deadline()
+        if self._alarm < _FOR_EVER:
+            self._executor.call_at(self._alarm, self._expire)
+        for pending in late:
+            fail(pending, too_late(pending, self.timeout_error))
+
+    def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:
+        """What an answer says; raises what it says was raised."""
+        try:
+            message = self._codec.open(frame, peer.id)
+        except (WorkerLostError, StaleReferenceError):
+            raise  # of a reference in it
+        except Exception as error:
+            raise TypeError(
+                f"the result of {describe(func)} on worker {peer.name!r} cannot be "
+                f"decoded here: {type(error).__name__}: {error}"
+            ) from error
+        if type(message) is Failure:
+            raise revive_failure(message, peer.name)
+        return message.value

@@ -1,0 +1,319 @@
+"""The future of a call: torch's own, which can also be awaited, and waited on with a timeout.
+
+Who waits on it reads the connection the answer comes by (`Transport.attend`). A failure that
+nobody ever looked at is logged once, when the future goes away.
+
+`torch.futures.Future` is a public class; subclassing it is what torch's own users do. `then` and
+`add_done_callback` count as looking.
+
+Private torch name used here, and what breaks without it: `Future._set_unwrap_func`, which torch's
+own `set_exception` uses to have C++ raise one and the same exception object at every look. That
+object gets the frames it went through, they hold the future, and C++ holds the object, where no
+garbage collector sees it: every failed call would stay in memory for good. Here each look raises a
+copy, and looks by way of `torch.futures.wait_all` are noticed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import copy
+import logging
+import threading
+import time
+import traceback
+from collections.abc import Callable, Coroutine, Generator
+from typing import Any, NamedTuple, TypeVar
+
+import torch.futures
+
+from .._wire.functions import describe
+from ..errors import ClosedError
+
+log = logging.getLogger("gradwire")
+
+Attend = Callable[["CallFuture", float | None], None]
+E = TypeVar("E", bound=BaseException)
+
+
+_NONE_YET = object()
+
+
+class Future(torch.futures.Future[Any]):
+    """A future whose callbacks see the context variables of where they were given, as in asyncio.
+
+    So do those of what `then` returns.
+    """
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        made = Future()
+
+        def finish(inner: Any) -> None:
+            try:
+                value = inner.value()
+            except Exception:  # noqa: BLE001 user code
+                made._set_unwrap_func(lambda _: inner.value())  # the same at every look
+                value = None
+            made.set_result(value)
+
+        super().then(_with_variables(callback)).add_done_callback(finish)
+        return made
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        super().add_done_callback(_with_variables(callback))
+
+
+class CallFuture(Future):
+    """The result of a call, when it comes."""
+
+    def __init__(
+        self, call: int, to: int, deadline: float, attend: Attend, fate: Fate
+    ) -> None:
+        super().__init__()
+        self.call = call
+        self.to = to
+        self.deadline = deadline
+        self.fate = fate
+        self.keep: Any = None  # what must live until the answer is there
+        self._attend = attend
+        self._result: Any = _NONE_YET
+
+    def wait(self, timeout: float | None = None) -> Any:
+        """The result.
+
+        Raises:
+            TimeoutError: it did not come in time. The call goes on; wait again if you like.
+            Exception: what the call raised.
+        """
+        self.fate.seen = True
+        if (
+            self._result is not _NONE_YET
+        ):  # torch's way lets go of the GIL: that can take long
+            return self._result
+        if not self.done():
+            deadline = None if timeout is None else time.monotonic() + timeout
+            self._attend(self, deadline)
+            if not self.done():
+                raise TimeoutError(f"{self.fate}: no result after {timeout or 0:g} s")
+        return super().wait()
+
+    def done(self) -> bool:
+        return self._result is not _NONE_YET or super().done()
+
+    def set_result(self, result: Any) -> None:
+        self._result = result
+        self.keep = None
+        super().set_result(result)
+
+    def value(self) -> Any:
+        self.fate.seen = True
+        return super().value() if self._result is _NONE_YET else self._result
+
+    def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
+        self.fate.seen = True
+        return super().then(callback)
+
+    def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
+        self.fate.seen = True
+        super().add_done_callback(callback)
+
+    def on_done(self, wake: Callable[[], None]) -> None:
+        """Be woken at the end, without having looked at the result."""
+        torch.futures.Future.add_done_callback(self, lambda _: wake())
+
+    def set_exception(self, result: Exception) -> None:
+        self.keep = None
+        fate = self.fate
+        fate.error = _without_frames(result)  # they hold this future
+
+        def look(_: Any) -> None:
+            fate.seen = True
+            raise fresh_copy(result)
+
+        self._set_unwrap_func(look)
+        super().set_result(None)
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        self.fate.seen = True
+        return _awaited(self).__await__()
+
+    def __repr__(self) -> str:
+        state = "done" if self.done() else "pending"
+        return f"<CallFuture of {self.fate}: {state}>"
+
+
+class Fate:
+    """What was called and what became of it; lives exactly as long as the future."""
+
+    __slots__ = ("error", "seen", "what", "worker")
+
+    def __init__(self, what: Any, worker: str) -> None:
+        self.what = what
+        self.worker = worker
+        self.error: BaseException | None = None
+        self.seen = False
+
+    def __str__(self) -> str:
+        return f"call of {describe(self.what)} on worker {self.worker!r}"
+
+    def __del__(self) -> None:
+        if self.error is not None and not self.seen:
+            log.warning("%s failed and nobody looked: %r", self, self.error)
+
+
+class Failed(NamedTuple):
+    """Stands for a result, where it was an exception: that, without frames, and its traceback."""
+
+    error: BaseException
+    trace: str
+
+
+def keepable(error: BaseException) -> Failed:
+    """An exception to be kept, with its text only: frames would keep what the function used."""
+    trace = "".join(traceback.format_exception(error)).rstrip()
+    twin = fresh_copy(error).with_traceback(None)
+    # They have frames too; the text has it all.
+    twin.__cause__ = twin.__context__ = None
+    return Failed(twin, trace)
+
+
+def _without_frames(error: E) -> E:
+    """The same, and what led to it, without the frames they went through."""
+    stack: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while stack:
+        one = stack.pop()
+        if one is not None and id(one) not in seen:
+            seen.add(id(one))
+            one.__traceback__ = None
+            stack += [one.__cause__, one.__context__]
+    return error
+
+
+def wait_after(meanwhile: Callable[[], object] | None, future: CallFuture) -> Any:
+    """The result of a future; before that, do what there is to do."""
+    if meanwhile is not None:
+        meanwhile()
+    return future.wait()
+
+
+def fresh_copy(error: E) -> E:
+    """Another exception just like it, to be raised: the first keeps no frames that way."""
+    try:
+        twin = copy.copy(error)
+    except Exception:  # noqa: BLE001 user code
+        return error
+    twin.__cause__ = error.__cause__
+    return twin
+
+
+def _with_variables(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A callback that sees the context variables of where it was given."""
+    if not callable(callback):
+        return callback  # torch says what is wrong with it
+    variables = contextvars.copy_context()
+    return lambda future: variables.run(callback, future)
+
+
+async def _awaited(future: CallFuture) -> Any:
+    """The result, without blocking the event loop."""
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+
+    def wake(_: Any) -> None:
+        try:
+            loop.call_soon_threadsafe(done.set)
+        except RuntimeError:
+            pass  # the loop was closed: nobody awaits any more
+
+    future.add_done_callback(wake)
+    await done.wait()
+    return future.value()
+
+
+def settle(future: torch.futures.Future[Any], outcome: Callable[[], Any]) -> None:
+    """Complete a future with what `outcome` returns or raises."""
+    try:
+        value = outcome()
+    except Exception as error:  # noqa: BLE001 user code
+        future.set_exception(error)
+    else:
+        future.set_result(value)
+
+
+def _kept(outcome: Callable[[], Any]) -> Any:
+    """What it returns, or `Failed`."""
+    try:
+        return outcome()
+    except Exception as error:  # noqa: BLE001 user code
+        return keepable(error)
+
+
+class Loops:
+    """One asyncio event loop of a worker, in a thread of its own, for `async def` functions."""
+
+    def __init__(self, host: Callable[[Callable[[], object]], None]) -> None:
+        self._host = host
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: set[Any] = (
+            set()
+        )  # a loop holds what it runs by weak references only
+        self._closed = False
+        self._lock = threading.Lock()
+
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> torch.futures.Future[Any]:
+        """Start a coroutine; its result, or `Failed`, as a future.
+
+        A future that is given an exception holds it in C++, with all its frames and what they
+        hold, such as this future: it would never go.
+
+        Raises:
+            ClosedError: too late.
+        """
+        future: torch.futures.Future[Any] = torch.futures.Future()
+        with self._lock:  # the loop is not stopped meanwhile
+            if self._closed:
+                coroutine.close()
+                raise ClosedError("this worker was shut down")
+            task = asyncio.run_coroutine_threadsafe(
+                _contained(coroutine), self._running()
+            )
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: future.set_result(_kept(done.result)))
+        return future
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            loop, self._loop = self._loop, None
+        if loop is not None:
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            loop = self._loop
+            self._host(lambda: _run_loop(loop))
+        return self._loop
+
+
+async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """What it returns or raises; but a `SystemExit` would end the loop, for all that run in it."""
+    try:
+        return await coroutine
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(f"{type(error).__qualname__}: {error}") from error
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    try:
+        loop.run_forever()
+    finally:
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_asyncgens())
+        loop.close()

@@ -1,0 +1,85 @@
+"""Who is in the world, as far as this worker knows.
+
+Pure but for its lock. Ids are never used twice; a name can be used again once its worker is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+
+from .._transport.base import Card
+from ..errors import WorkerLostError
+from ..ids import WorkerInfo
+
+
+class Members:
+    """The living, and why the others are gone."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._cards: dict[int, Card] = {}
+        self._by_name: dict[str, Card] = {}
+        self._gone: dict[int, tuple[str, str]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Members: {[card.name for card in self.cards()]}>"
+
+    def add(self, card: Card) -> bool:
+        """Whether it is new."""
+        with self._lock:
+            if card.id in self._cards or card.id in self._gone:
+                return False
+            self._cards[card.id] = card
+            self._by_name[card.name] = card
+            return True
+
+    def remove(self, worker: int, reason: str) -> Card | None:
+        """The card of a worker that is gone now; None if it was not there."""
+        with self._lock:
+            card = self._cards.pop(worker, None)
+            if card is not None:
+                self._gone[worker] = (card.name, reason)
+                if self._by_name.get(card.name) is card:
+                    del self._by_name[card.name]
+            return card
+
+    def find(self, to: object) -> Card:
+        """The card of a worker by name, id or info.
+
+        Raises:
+            WorkerLostError: it is gone; says why.
+            ValueError: there never was one; says who is there.
+            TypeError: that is no way to name a worker.
+        """
+        if isinstance(to, str):
+            card = self._by_name.get(to)
+        elif isinstance(to, int) and not isinstance(to, bool):
+            card = self._cards.get(to)
+        elif isinstance(to, WorkerInfo):
+            card = self._cards.get(to.id)
+        else:
+            raise TypeError(f"{to!r} is no worker: give a name, an id or a WorkerInfo")
+        if card is None:
+            raise self._unknown(to)
+        return card
+
+    def get(self, worker: int) -> Card | None:
+        return self._cards.get(worker)
+
+    def name(self, worker: int) -> str:
+        """A name for error texts."""
+        card = self._cards.get(worker)
+        if card is not None:
+            return card.name
+        return self._gone.get(worker, (f"id {worker}", ""))[0]
+
+    def cards(self) -> list[Card]:
+        with self._lock:
+            return sorted(self._cards.values(), key=lambda card: card.id)
+
+    def _unknown(self, to: object) -> Exception:
+        for number, (name, reason) in reversed(self._gone.items()):
+            if to in (number, name, (name, number)):
+                return WorkerLostError(name, reason)
+        there = [card.name for card in self.cards()]
+        return ValueError(f"there is no worker {to!r}; there are {there}")

@@ -1,0 +1,100 @@
+"""Runs what other workers ask for: finds the function, applies the caller's modes, calls it."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .._wire.functions import describe, resolve
+from .._wire.messages import Call
+from . import torch_modes
+from .allow import AllowList
+from .async_execution import is_async_execution
+from .futures import Loops
+
+
+class Later:
+    """A result that is not there yet. `begin` is called once someone waits for it."""
+
+    __slots__ = ("begin", "future")
+
+    def __init__(
+        self, future: torch.Future[Any], begin: Callable[[], None] | None = None
+    ) -> None:
+        self.future = future
+        self.begin = begin
+
+
+class Runner:
+    """Runs calls on this worker."""
+
+    def __init__(
+        self, allow: AllowList | None, host: Callable[[Callable[[], object]], None]
+    ) -> None:
+        self._allow = allow
+        self._loops = Loops(host)
+
+    def run(self, call: Call) -> Any:
+        """What the function returns; `Later` if it is asynchronous.
+
+        Raises:
+            Exception: what it raises.
+            NotAllowedError: it is not on the allow-list.
+            LookupError: there is no such function here.
+        """
+        function = call.function
+        if self._allow is not None:
+            function = _find_allowed(self._allow, function)
+        elif type(function) is str:
+            function = resolve(function)
+        return self.run_function(function, call)
+
+    def run_method(self, value: Any, call: Call) -> Any:
+        """What a method of an object returns; the call has its name.
+
+        Raises:
+            AttributeError: there is none.
+        """
+        method = call.function
+        if self._allow is None:
+            return self.run_function(getattr(value, method), call)
+        kind = type(value)
+        name = f"{kind.__module__}:{kind.__qualname__}.{method}"
+        self._allow.check(name)
+        function = getattr(value, method)
+        self._allow.check_resolved(name, function)
+        return self.run_function(function, call)
+
+    def run_function(self, function: Any, call: Call) -> Any:
+        """What a function returns for the arguments of a call, in its modes."""
+        if call.modes is None:
+            value = function(*call.args, **call.kwargs)
+        else:
+            with torch_modes.applied(call.modes):
+                value = function(*call.args, **call.kwargs)
+        if type(value) is types.CoroutineType:
+            steps = (
+                value if call.modes is None else torch_modes.carried(value, call.modes)
+            )
+            return Later(self._loops.run(steps))
+        if is_async_execution(function):
+            if not isinstance(value, torch.Future):  # what `then` returns is no more
+                raise TypeError(
+                    f"{describe(function)} is marked async_execution and must return a "
+                    f"torch.futures.Future, but returned {type(value).__qualname__}"
+                )
+            return Later(value)
+        return value
+
+    def close(self) -> None:
+        self._loops.close()
+
+
+def _find_allowed(allow: AllowList, function: Any) -> Any:
+    allow.check(function)
+    found = resolve(function)
+    allow.check_resolved(function, found)
+    return found

@@ -1,0 +1,46 @@
+"""What there is to say about references, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from .held_forks import Custody
+from .ledger import Holding
+from .messages import spell
+from .owned_values import Estate
+
+_MOST_NAMED = 10
+
+Name = Callable[[int], str]
+
+
+def describe_held(held: Mapping[Holding, str], name: Name) -> str:
+    """The first of these references, and where they were made."""
+    known = sorted(held.items())
+    first = [
+        f"value {spell(h.value)} of {name(h.owner)!r}, from {made_at}"
+        for h, made_at in known[:_MOST_NAMED]
+    ]
+    more = f" and {len(known) - len(first)} more" if known[_MOST_NAMED:] else ""
+    return "; ".join(first) + more
+
+
+def debug_info(estate: Estate, custody: Custody, name: Name) -> dict[str, Any]:
+    """Values owned and who holds them, references held, and references on their way."""
+    owned = estate.info()
+    for value in owned:
+        value["holders"] = sorted({name(h) for h in value["forks"].values()})
+    held = [
+        {"value": spell(h.value), "owner": name(h.owner), "made_at": made_at}
+        for h, made_at in sorted(custody.holdings().items())
+    ]
+    on_their_way = [
+        {
+            "value": spell(t.child.value),
+            "owner": name(t.child.owner),
+            "to": name(t.to),
+        }
+        for t in custody.transits()
+    ]
+    return {"owned": owned, "held": held, "on_their_way": on_their_way}

@@ -1,0 +1,203 @@
+"""The forks that one worker has of others' values, and the references it has sent on.
+
+Keeps the books of `UserLedger` and what is to be said because of them (`Outbox`); `notifier.py`
+does the saying. References sent in a request are accounted for by its answer. Those in a reply are
+by a note of the receiver; if it does not come, or the answer leaves doubt, the receiver is asked.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from queue import SimpleQueue
+
+from ..ids import WorkerInfo
+from .fork import Fork
+from .ledger import Holding, Transit, UserLedger
+from .messages import Notes
+from .outbox import Outbox
+from .owned_values import Estate
+
+PATIENCE = 10.0  # seconds before the receiver of a reply is asked what became of it
+
+
+class Custody:
+    """References in the hands of one worker.
+
+    Handles end anywhere, also while a lock is held, because Python's garbage collector runs
+    anywhere. So their end is only put into `events`, a queue that may be written to at any point;
+    None in it means that there is something to say.
+    """
+
+    def __init__(self, me: int, estate: Estate) -> None:
+        self.events: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
+        self.watch: Callable[[], None] = lambda: None
+        """Sees to it that the queue is read (`notifier.py`)."""
+        self._me = me
+        self._estate = estate
+        self._lock = threading.Lock()
+        self._ledger = UserLedger(me)
+        self._outbox = Outbox()
+        self._doubts: dict[int, float] = {}  # by token: when to ask
+        self._expected: set[int] = set()  # tokens of what may still come, we were told
+        self._gone: set[int] = set()
+
+    def __repr__(self) -> str:
+        return f"<Custody of {len(self._ledger)} forks>"
+
+    def new_fork(self, owner: int) -> int:
+        with self._lock:
+            return self._ledger.new_fork(owner)
+
+    def wake(self) -> None:
+        """There is something to say."""
+        self.watch()
+        self.events.put(None)
+
+    def create(self, owner: WorkerInfo, made_at: str) -> Fork:
+        """The first fork of a value that is to be made there; made at a line of code."""
+        self.watch()
+        with self._lock:
+            number = self._ledger.new_fork(owner.id)
+            holding = Holding(owner.id, number, number)
+            self._ledger.fork_came(holding, made_at)
+        return Fork(holding, owner, self.events.put)
+
+    def child_came(self, sender: int, token: int) -> bool:
+        """Whether a reference may be taken."""
+        with self._lock:
+            return self._ledger.child_came(sender, token)
+
+    def take(
+        self, holding: Holding, owner: WorkerInfo, made_at: str, *, is_counted: bool
+    ) -> Fork:
+        """A fork that is this worker's from now on; whether its owner knows of it."""
+        self.watch()
+        with self._lock:
+            if holding.owner not in self._gone:
+                self._ledger.fork_came(holding, made_at, is_counted=is_counted)
+        return Fork(holding, owner, self.events.put)
+
+    def fork_counted(self, holding: Holding) -> None:
+        """Its owner knows of it."""
+        with self._lock:
+            self._ledger.fork_counted(holding.owner, holding.fork)
+
+    def child_left(self, transit: Transit) -> int:
+        """A token for a reference that leaves."""
+        with self._lock:
+            token = self._ledger.child_left(transit)
+            if transit.is_reply:
+                self._doubts[token] = time.monotonic() + PATIENCE
+        if transit.is_reply:
+            self.wake()
+        return token
+
+    def child_settled(self, token: int, arrived: bool) -> None:
+        """It has come, or never will."""
+        with self._lock:
+            self._doubts.pop(token, None)
+            self._expected.discard(token)
+            over = self._ledger.child_settled(token, arrived)
+        self._release(over)
+
+    def child_doubted(self, token: int) -> None:
+        """Whether it has come is not known: ask."""
+        with self._lock:
+            self._doubts[token] = time.monotonic()
+        self.wake()
+
+    def child_expected(self, token: int, ask_after: float) -> None:
+        """The receiver has said that it may still come: ask again."""
+        with self._lock:
+            if token in self._ledger.transits():  # and not settled meanwhile
+                self._doubts[token] = time.monotonic() + ask_after
+                self._expected.add(token)
+
+    def child_received(self, sender: int, token: int) -> None:
+        """Tell the sender of a reply that a reference in it is here."""
+        with self._lock:
+            self._outbox.add_received(sender, token)
+        self.wake()
+
+    def creation_failed(self, holding: Holding, why: str) -> None:
+        """Tell an owner not to wait for the call that was to make a value."""
+        with self._lock:
+            self._outbox.add_failed(holding.owner, holding.value, why)
+        self.wake()
+
+    def fork_asked(
+        self, asker: int, token: int, key: tuple[int, int], underway: set[int]
+    ) -> bool | None:
+        with self._lock:
+            return self._ledger.fork_asked(asker, token, key, underway)
+
+    def handles_dropped(self, forks: Iterable[tuple[int, int]]) -> None:
+        with self._lock:
+            over = [h for key in forks for h in self._ledger.handle_dropped(*key)]
+        self._release(over)
+
+    def worker_gone(self, worker: int) -> None:
+        with self._lock:
+            self._gone.add(worker)
+            self._outbox.worker_gone(worker)
+            over = self._ledger.worker_gone(worker)
+            self._expected.intersection_update(self._ledger.transits())
+        self._release(over)
+
+    # For the janitor
+
+    def take_notes(self) -> dict[int, Notes]:
+        with self._lock:
+            return self._outbox.take()
+
+    def put_back(self, worker: int, notes: Notes) -> None:
+        with self._lock:
+            if worker not in self._gone:
+                self._outbox.put_back(worker, notes)
+
+    def take_doubts(self, until: float) -> dict[int, Transit]:
+        """The references whose receivers are to be asked now, by token."""
+        now = time.monotonic()
+        with self._lock:
+            due = [
+                token
+                for token, when in self._doubts.items()
+                if when <= (now if token in self._expected else until)
+            ]
+            transits = self._ledger.transits() if due else {}
+            for token in due:
+                del self._doubts[token]
+            return {token: transits[token] for token in due if token in transits}
+
+    @property
+    def has_doubts(self) -> bool:
+        return bool(self._doubts)
+
+    @property
+    def is_quiet(self) -> bool:
+        """Whether there is nothing to say, nor on its way but what its receiver waits for."""
+        with self._lock:
+            return not self._outbox and self._expected.issuperset(
+                self._ledger.transits()
+            )
+
+    def holdings(self) -> dict[Holding, str]:
+        with self._lock:
+            return self._ledger.holdings()
+
+    def transits(self) -> list[Transit]:
+        with self._lock:
+            return list(self._ledger.transits().values())
+
+    def _release(self, holdings: list[Holding]) -> None:
+        own = [(h.value, h.fork) for h in holdings if h.owner == self._me]
+        if own:
+            self._estate.release(own)
+        others = [h for h in holdings if h.owner != self._me]
+        if others:
+            with self._lock:
+                for holding in others:
+                    self._outbox.add_released(holding)
+            self.wake()

@@ -1,0 +1,234 @@
+"""The books about references: who holds what, and when a value may be dropped.
+
+Pure: no I/O, no locks, no clock. Events come in as method calls, what must follow goes out as
+return values, which `service.py` carries out. Two promises, from docs/protocol.md:
+
+G1  The owner counts a fork in before it counts it out, in whatever order it hears of both.
+G2  A value is dropped once, when its last holder has let go or is gone.
+
+The owner keeps G1 by remembering which forks are over; as every fork is over one day, `Seen` makes
+that a few numbers per worker. A fork that comes after its own release is not counted in at all.
+The holders keep G2: one that has passed a reference on does not let go of its own before the other
+is counted in, or is known never to be. It is known when the receiver has said that the reference is
+not there; from then on the receiver refuses it, should it come after all.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from .._rpc.calls import Seen
+from .messages import fork_id, maker_of, number_of
+
+
+class Holding(NamedTuple):
+    """A fork of a value, as its holder and its owner know it."""
+
+    owner: int
+    value: int
+    fork: int
+
+
+class Transit(NamedTuple):
+    """A reference on its way to another worker."""
+
+    child: Holding
+    """What the receiver will have; fork 0 if it is the owner, who needs none."""
+    parent: int
+    """The sender's own fork; 0 if the sender is the owner."""
+    to: int
+    is_reply: bool
+
+
+@dataclass(slots=True)
+class OwnerLedger:
+    """Who holds the values of one worker."""
+
+    _holders: dict[int, dict[int, int]] = field(default_factory=dict)
+    """By value: its forks, and who has each."""
+    _over: dict[int, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    """By maker: the forks that are over."""
+    _gone: set[int] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._holders)
+
+    def holders(self, value: int) -> dict[int, int]:
+        """The forks of a value, and who has each."""
+        return dict(self._holders.get(value, {}))
+
+    def is_over(self, fork: int) -> bool:
+        """Whether a fork was released; for the first fork of a value: it will not be made again."""
+        return number_of(fork) in self._over[maker_of(fork)]
+
+    def may_come(self, value: int) -> bool:
+        """Whether a value that is not here may still be made by its creator's call."""
+        return maker_of(value) not in self._gone and not self.is_over(value)
+
+    def fork_added(self, value: int, fork: int, holder: int) -> bool:
+        """Whether the fork is counted; the value is here, or may come."""
+        if holder in self._gone or self.is_over(fork):
+            return False
+        self._holders.setdefault(value, {})[fork] = holder
+        return True
+
+    def fork_released(self, value: int, fork: int) -> bool:
+        """Whether this was the last one, so that the value is to be dropped."""
+        if not self._over[maker_of(fork)].is_new(number_of(fork)):
+            return False
+        holders = self._holders.get(value)
+        if holders is None:
+            return False  # it was never counted in, and will not be
+        holders.pop(fork, None)
+        if not holders:
+            del self._holders[value]
+        return not holders
+
+    def worker_gone(self, worker: int) -> list[int]:
+        """The values to be dropped, because only that worker held them."""
+        self._gone.add(worker)
+        forks = [
+            (value, fork)
+            for value, holders in self._holders.items()
+            for fork, holder in holders.items()
+            if holder == worker
+        ]
+        return [value for value, fork in forks if self.fork_released(value, fork)]
+
+
+@dataclass(slots=True)
+class _Held:
+    """A fork that this worker has."""
+
+    holding: Holding
+    made_at: str
+    """The line of code, for people."""
+    is_counted: bool
+    """Its owner knows of it."""
+    in_use: bool = True
+    """There is a handle to it."""
+    children: int = 0
+    """References made of it that are on their way."""
+
+
+@dataclass(slots=True)
+class UserLedger:
+    """The forks one worker has of the values of others, and the references it has sent on."""
+
+    me: int
+    _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
+    """By owner and fork."""
+    _transits: dict[int, Transit] = field(default_factory=dict)
+    _tokens: dict[int, Iterator[int]] = field(default_factory=dict)
+    """By receiver."""
+    _numbers: dict[int, Iterator[int]] = field(default_factory=dict)
+    """By owner."""
+    _came: dict[int, Seen] = field(default_factory=lambda: defaultdict(Seen))
+    """By sender: the tokens of references that came, or are refused if they do."""
+    _asked: dict[tuple[int, int], set[int]] = field(default_factory=dict)
+    """By asker and token: calls whose answers may bring what was asked for."""
+    _gone: set[int] = field(default_factory=set)
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def new_fork(self, owner: int) -> int:
+        """The id of a fork that nobody has yet."""
+        numbers = self._numbers.setdefault(owner, itertools.count(1))
+        return fork_id(self.me, next(numbers))
+
+    def holdings(self) -> dict[Holding, str]:
+        """What there are handles to, and where they were made."""
+        return {h.holding: h.made_at for h in self._held.values() if h.in_use}
+
+    def transits(self) -> dict[int, Transit]:
+        """What is on its way, by token."""
+        return dict(self._transits)
+
+    def child_came(self, sender: int, token: int) -> bool:
+        """Whether a reference may be taken; not if its sender was told that it is not here."""
+        self._asked.pop((sender, token), None)
+        return self._came[sender].is_new(number_of(token))
+
+    def fork_came(
+        self, holding: Holding, made_at: str = "", *, is_counted: bool = True
+    ) -> None:
+        """There is a handle to a fork."""
+        self._held[holding.owner, holding.fork] = _Held(holding, made_at, is_counted)
+
+    def fork_counted(self, owner: int, fork: int) -> None:
+        """The owner has counted a fork in."""
+        held = self._held.get((owner, fork))
+        if held is not None:
+            held.is_counted = True
+
+    def handle_dropped(self, owner: int, fork: int) -> list[Holding]:
+        """What is to be released now that nobody here uses a fork."""
+        held = self._held.get((owner, fork))
+        if held is None:
+            return []
+        held.in_use = False
+        return self._let_go(held)
+
+    def child_left(self, transit: Transit) -> int:
+        """A token for a reference that leaves. Its parent stays until the token is settled.
+
+        Like the id of a fork: whom it goes to, and a count of what goes there.
+        """
+        tokens = self._tokens.setdefault(transit.to, itertools.count(1))
+        token = fork_id(transit.to, next(tokens))
+        self._transits[token] = transit
+        parent = self._held.get((transit.child.owner, transit.parent))
+        if parent is not None:
+            parent.children += 1
+        return token
+
+    def child_settled(self, token: int, arrived: bool) -> list[Holding]:
+        """What is to be released now that the fate of a reference on its way is known."""
+        transit = self._transits.pop(token, None)
+        if transit is None:
+            return []
+        child = transit.child
+        over = [child] if child.fork and not arrived else []
+        parent = self._held.get((child.owner, transit.parent))
+        if parent is not None:
+            parent.children -= 1
+            over += self._let_go(parent)
+        return over
+
+    def fork_asked(
+        self, asker: int, token: int, key: tuple[int, int], underway: set[int]
+    ) -> bool | None:
+        """Whether the fork of this owner is here; None if it may still come, or be counted in.
+
+        It may come in the answer to a call to the asker that was under way when it first asked.
+        """
+        if key in self._held:
+            return True if self._held[key].is_counted else None
+        if number_of(token) in self._came[asker] or {asker, key[0]} & self._gone:
+            return False  # it is no more, or is refused
+        if self._asked.setdefault((asker, token), underway) & underway:
+            return None
+        self.child_came(asker, token)  # so that it is refused
+        return False
+
+    def worker_gone(self, worker: int) -> list[Holding]:
+        """What is to be released: references that have nowhere to go now, and their parents."""
+        self._gone.add(worker)
+        self._held = {k: h for k, h in self._held.items() if k[0] != worker}
+        self._asked.clear()  # who still wants to know asks again
+        over: list[Holding] = []
+        for token, transit in self.transits().items():
+            if worker in (transit.to, transit.child.owner):
+                over += self.child_settled(token, arrived=False)
+        return [holding for holding in over if holding.owner != worker]
+
+    def _let_go(self, held: _Held) -> list[Holding]:
+        if held.in_use or held.children:
+            return []
+        del self._held[held.holding.owner, held.holding.fork]
+        return [held.holding]

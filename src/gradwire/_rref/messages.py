@@ -1,0 +1,94 @@
+"""What workers say to each other about references. docs/protocol.md draws the flows.
+
+A fork is one worker's hold on a value of another. Its id is a number: the worker that made it, and
+a count of the forks that one made for this owner. A value that `remote` makes has the id of its
+first fork. All messages but the calls can come twice without harm, and are sent until answered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .._wire.messages import Call
+
+CREATE, INVOKE, FETCH, ADOPT, NOTES, RECALL, CREATE_NOW = 32, 33, 34, 35, 36, 37, 38
+
+_BITS = 40
+
+
+def fork_id(maker: int, number: int) -> int:
+    return maker << _BITS | number
+
+
+def maker_of(fork: int) -> int:
+    """The worker that made a fork."""
+    return fork >> _BITS
+
+
+def number_of(fork: int) -> int:
+    """Which of its maker's forks for this owner it is."""
+    return fork & (1 << _BITS) - 1
+
+
+def spell(fork: int) -> str:
+    """For people: maker.number."""
+    return f"{maker_of(fork)}.{number_of(fork)}"
+
+
+@dataclass(slots=True)
+class Create(Call):
+    """Creator → owner: call this and keep the result. Answered when the function has returned.
+
+    ids: the value, and if the function is the name of a method, the value and fork it belongs to.
+    """
+
+
+@dataclass(slots=True)
+class CreateNow(Create):
+    """Creator → owner: the same, but answered with the result, or what the function raised."""
+
+
+@dataclass(slots=True)
+class Invoke(Call):
+    """Holder → owner: call this method of a value; ids: the value, the sender's fork."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fetch:
+    """Holder → owner: send me the value (or its type), when it is there."""
+
+    value: int
+    fork: int
+    part: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """New holder → owner: I got this fork from another holder. Answered with whether it counts."""
+
+    value: int
+    fork: int
+
+
+@dataclass(frozen=True, slots=True)
+class Notes:
+    """Any worker → another: what can wait a moment, so that it goes together."""
+
+    released: list[tuple[int, int]]
+    """Holder → owner: values and forks of them that are held no more."""
+    received: list[int]
+    """Receiver of a reply → its sender: references in transit that have come."""
+    failed: list[tuple[int, str]]
+    """Creator → owner: values whose call failed, and why. If it has not come, it never will."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Sender → receiver: a fork was on its way to you; do you have it?
+
+    Answered with yes, no, or None: it may still come, ask again.
+    """
+
+    owner: int
+    fork: int
+    token: int

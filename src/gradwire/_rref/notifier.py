@@ -1,0 +1,151 @@
+"""Says what is to be said about references: gathers notes for a moment, sends, sends again.
+
+One thread, started with the first reference, which reads what `Custody` puts into its queue.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from queue import Empty
+
+from .._rpc.agent import Agent
+from .._rpc.futures import CallFuture
+from ..errors import CallTimeout, GradwireError
+from .held_forks import Custody
+from .messages import Notes, Recall
+
+_GATHER = 0.03  # seconds that notes may wait for others
+_RETRY = 2.0  # seconds without an answer before it is said again
+_LOOK = 0.25  # seconds between looks at what is unanswered
+
+
+class Janitor:
+    """Tidies up behind the references of one worker."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        custody: Custody,
+        host: Callable[[Callable[[], object]], None],
+    ) -> None:
+        self.said = 0  # notes ever sent
+        self._agent = agent
+        self._custody = custody
+        self._host = host
+        self._queue = custody.events
+        self._notes: list[tuple[int, Notes, CallFuture]] = []
+        self._recalls: list[tuple[int, CallFuture]] = []
+        self._tidying = threading.Lock()
+        self._started = threading.Lock()
+        self._stop = threading.Event()
+        custody.watch = self.start
+
+    def start(self) -> None:
+        """Have a thread, if there is none yet."""
+        if self._started.acquire(blocking=False):
+            self._host(self._run)
+
+    def tidy(self, *, ask_until: float = 0.0) -> None:
+        """Say all there is to say now; ask about all that is in doubt until then."""
+        with self._tidying:
+            self._look_at_answers()
+            self._custody.handles_dropped(self._take_dropped())
+            for worker, notes in self._custody.take_notes().items():
+                self._send_notes(worker, notes)
+            until = ask_until or time.monotonic()
+            for token, transit in self._custody.take_doubts(until).items():
+                recall = Recall(transit.child.owner, transit.child.fork, token)
+                answer = self._request(transit.to, recall)
+                if answer is None:
+                    self._custody.child_settled(token, arrived=False)
+                else:
+                    self._recalls.append((token, answer))
+
+    @property
+    def unanswered(self) -> list[CallFuture]:
+        with self._tidying:
+            notes = [answer for *_, answer in self._notes]
+            return notes + [answer for _, answer in self._recalls]
+
+    def close(self) -> None:
+        self._stop.set()
+        self._queue.put(None)
+
+    def _run(self) -> None:
+        while not self._stop.wait(
+            _GATHER
+        ):  # each time it wakes disturbs those that poll
+            if self._queue.empty():
+                self._sleep()
+            else:
+                self.tidy()
+
+    def _sleep(self) -> None:
+        """Until there is something to do; then gather for a while."""
+        try:
+            item = self._queue.get(timeout=_LOOK if self._is_waiting() else None)
+        except Empty:
+            self.tidy()
+        else:
+            self._queue.put(item)
+
+    def _is_waiting(self) -> bool:
+        return bool(self._notes or self._recalls or self._custody.has_doubts)
+
+    def _take_dropped(self) -> list[tuple[int, int]]:
+        dropped = []
+        for _ in range(self._queue.qsize()):
+            try:
+                item = self._queue.get_nowait()
+            except Empty:
+                break
+            if item is not None:
+                dropped.append(item)
+        return dropped
+
+    def _send_notes(self, worker: int, notes: Notes) -> None:
+        self.said += 1
+        answer = self._request(worker, notes)
+        if answer is not None:
+            self._notes.append((worker, notes, answer))
+
+    def _request(self, worker: int, message: Notes | Recall) -> CallFuture | None:
+        try:
+            return self._agent.request(worker, message, _RETRY)
+        except GradwireError:
+            return None  # it is gone, or we are: then there is nothing to say
+
+    def _look_at_answers(self) -> None:
+        notes, self._notes = self._notes, []
+        for worker, said, answer in notes:
+            if not answer.done():
+                self._notes.append((worker, said, answer))
+            elif _outcome(answer) is _AGAIN:
+                self._custody.put_back(worker, said)
+        recalls, self._recalls = self._recalls, []
+        for token, answer in recalls:
+            if not answer.done():
+                self._recalls.append((token, answer))
+                continue
+            arrived = _outcome(answer)
+            if arrived is _AGAIN:
+                self._custody.child_doubted(token)
+            elif arrived is None:
+                self._custody.child_expected(token, _LOOK)
+            else:
+                self._custody.child_settled(token, bool(arrived))
+
+
+_AGAIN = object()
+
+
+def _outcome(answer: CallFuture) -> object:
+    """What was answered; _AGAIN if nothing was; False if nothing will be."""
+    try:
+        return answer.value()
+    except CallTimeout:
+        return _AGAIN
+    except Exception:  # noqa: BLE001 it cannot be read, or will not come
+        return False

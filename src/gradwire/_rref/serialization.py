@@ -1,0 +1,157 @@
+"""References in messages: what stands for them on the way, and what both ends do about them.
+
+A reference travels as five numbers: its owner, its value, the fork that the receiver will have (0
+if that is the owner), a token by which the sender may ask for it, and 1 in replies: the receiver
+then sends the token back when it has it. Who receives one from its owner has been counted in
+already; from another holder, it asks the owner to be counted in, and the message is not used before
+that is answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from .._rpc.agent import Agent
+from .._rpc.futures import CallFuture
+from ..errors import CallTimeout, StaleReferenceError
+from .held_forks import Custody
+from .ledger import Holding, Transit
+from .messages import ADOPT, Adopt, spell
+from .owned_values import Estate
+from .reference import Core, RRef
+from .values import OwnedValue
+
+_RETRY = 2.0  # seconds without an answer before the owner is asked again
+
+
+class Carriage:
+    """Carries the references of one worker (a `Carrier` of `_wire/cargo.py`)."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        estate: Estate,
+        custody: Custody,
+        handle: Callable[[Core], RRef[Any]],
+    ) -> None:
+        self._agent = agent
+        self._estate = estate
+        self._custody = custody
+        self._handle = handle
+        agent.handle(ADOPT, Adopt, self._adopted)
+
+    def load(
+        self, thing: Any, to: int, is_reply: bool
+    ) -> tuple[tuple[int, ...], Consignment]:
+        """The numbers for a reference that leaves.
+
+        Raises:
+            WorkerLostError: its owner is gone.
+            Exception: why its value could not be made.
+        """
+        thing.check()
+        core, parent = thing._core, 0
+        owner = core.owner.id
+        if isinstance(core, OwnedValue):
+            fork = self._estate.fork(core, to)
+        else:
+            self._agent.peer(owner)
+            parent = core.holding.fork
+            fork = 0 if to == owner else self._custody.new_fork(owner)
+        transit = Transit(Holding(owner, core.id, fork), parent, to, is_reply)
+        token = self._custody.child_left(transit)
+        fields = owner, core.id, fork, token, int(is_reply)
+        return fields, Consignment(self._custody, token)
+
+    def unload(
+        self, fields: tuple[int, ...], sender: int
+    ) -> tuple[RRef[Any], Adoption | None]:
+        """The reference that came.
+
+        Raises:
+            StaleReferenceError: its value is gone, or its sender has given it up.
+            WorkerLostError: its owner is gone.
+        """
+        owner, number, fork, token, is_reply = fields
+        if not self._custody.child_came(sender, token):
+            raise StaleReferenceError(
+                f"the reference to value {spell(number)} came too late: who sent it was told "
+                "that it had not come"
+            )
+        adoption = None
+        if owner == self._agent.me.id:
+            rref = self._handle(self._estate.use(number, fork))
+        else:
+            holding = Holding(owner, number, fork)
+            made_at = f"received from {self._agent.members.name(sender)}"
+            info = self._agent.peer(owner).card.info
+            is_counted = sender == owner
+            core = self._custody.take(holding, info, made_at, is_counted=is_counted)
+            rref = self._handle(core)
+            if not is_counted:
+                adoption = Adoption(self, holding, sender, token if is_reply else 0)
+        if is_reply and adoption is None:
+            self._custody.child_received(sender, token)
+        return rref, adoption
+
+    def ask_to_adopt(self, holding: Holding) -> CallFuture:
+        message = Adopt(holding.value, holding.fork)
+        return self._agent.request(holding.owner, message, _RETRY)
+
+    def adopted(self, holding: Holding, sender: int, token: int) -> None:
+        self._custody.fork_counted(holding)
+        if token:
+            self._custody.child_received(sender, token)
+
+    def _adopted(self, sender: int, message: Adopt) -> bool:
+        return self._estate.adopt(message.value, message.fork, sender)
+
+
+class Consignment:
+    """A reference in a message that was sent (a `Freight` of `_wire/frames.py`)."""
+
+    __slots__ = ("_custody", "_token")
+
+    def __init__(self, custody: Custody, token: int) -> None:
+        self._custody = custody
+        self._token = token
+
+    def delivered(self) -> None:
+        self._custody.child_settled(self._token, arrived=True)
+
+    def in_doubt(self) -> None:
+        self._custody.child_doubted(self._token)
+
+
+class Adoption:
+    """A fork on its way to be counted in (a `Wait` of `_wire/frames.py`)."""
+
+    def __init__(
+        self, carriage: Carriage, holding: Holding, sender: int, token: int
+    ) -> None:
+        self._carriage = carriage
+        self._holding = holding
+        self._sender = sender
+        self._token = token
+        self._answer = carriage.ask_to_adopt(holding)
+
+    def wait(self) -> None:
+        """Wait for the owner.
+
+        Raises:
+            StaleReferenceError: the value is gone.
+            WorkerLostError: the owner is gone.
+        """
+        while True:
+            try:
+                accepted = self._answer.wait()
+                break
+            except CallTimeout:
+                self._answer = self._carriage.ask_to_adopt(self._holding)
+        if not accepted:
+            raise StaleReferenceError(
+                f"value {spell(self._holding.value)} is gone: who passed the reference to it "
+                "on did not live long enough, or was too slow"
+            )
+        self._carriage.adopted(self._holding, self._sender, self._token)

@@ -1,0 +1,401 @@
+"""The driver of the references layer: what users do with references, on one worker.
+
+The values this worker owns are in its `Estate`, its forks of others' values in its `Custody`; what
+is to be said about them in its own time is said by its `Janitor`. This file turns what users ask
+for into messages to owners, and answers those.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from .._rpc import torch_modes
+from .._rpc.agent import Agent
+from .._rpc.encoding import prepare
+from .._rpc.futures import CallFuture, settle, wait_after
+from .._rpc.peers import Peer
+from .._rpc.runner import Later, Runner
+from .._wire.messages import Call
+from ..errors import CallTimeout, GradwireError, ProtocolError
+from ..ids import WorkerInfo
+from ..threads import Executor
+from .debug_info import debug_info, describe_held
+from .fork import Creation, Fork
+from .held_forks import Custody
+from .ledger import Holding
+from .messages import (
+    CREATE,
+    CREATE_NOW,
+    FETCH,
+    INVOKE,
+    NOTES,
+    RECALL,
+    Create,
+    CreateNow,
+    Fetch,
+    Invoke,
+    Notes,
+    Recall,
+    maker_of,
+)
+from .notifier import Janitor
+from .owned_values import Estate
+from .reference import Core, RRef, calling_line
+from .serialization import Carriage
+from .values import OwnedValue, part_of
+
+log = logging.getLogger("gradwire")
+
+
+class References:
+    """References of and to one worker."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        *,
+        executor: Executor,
+        runner: Runner,
+        timeout: float,
+        kind: type[RRef[Any]] = RRef,
+    ) -> None:
+        self.me: WorkerInfo = agent.me.info
+        self.estate = Estate(self.me)
+        self.custody = Custody(self.me.id, self.estate)
+        self.janitor = Janitor(agent, self.custody, executor.host)
+        self._agent = agent
+        self._executor = executor
+        self._runner = runner
+        self._timeout = timeout
+        self._kind = kind
+        self._leaked: dict[Holding, str] = {}  # what is held when all is quiet
+        self.lent: list[dict[str, Any]] = []  # and what others hold then
+        agent.handle(CREATE, Create, self._create, in_haste=False, in_context=True)
+        agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
+        agent.handle(INVOKE, Invoke, self._invoked, in_context=True)
+        agent.handle(FETCH, Fetch, self._fetched, in_context=True)
+        agent.handle(NOTES, Notes, self._noted)
+        agent.handle(RECALL, Recall, self._recalled)
+        agent.gone.subscribe(self._worker_gone)
+        self.carriage = Carriage(
+            agent, self.estate, self.custody, lambda core: kind.over(core, self)
+        )
+
+    def __repr__(self) -> str:
+        return f"<References of {self.me.name}: {self.estate!r}, {self.custody!r}>"
+
+    # What users do
+
+    def own(self, value: Any) -> OwnedValue:
+        """A value of this worker, to be referred to.
+
+        Raises:
+            ClosedError: it is shut down.
+        """
+        self._agent.peer(self.me.id)
+        owned = self.estate.new()
+        owned.set(value)
+        return owned
+
+    def remote(
+        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
+    ) -> RRef[Any]:
+        """A reference to what a function returns there."""
+        peer = self._agent.peer(to)
+        core = self._new_core(peer)
+        create = prepare(func, args, kwargs, Create, (core.id,))
+        return self._start(core, create, peer, timeout)
+
+    def fetch(self, core: Core, timeout: float | None, part: str = "value") -> Any:
+        """The value, or its type."""
+        if isinstance(core, OwnedValue):
+            seconds = self._timeout if timeout is None else timeout
+            return part_of(core.wait(self._executor, seconds), part)
+        if not core.is_confirmed:
+            return self._fetch_new(core, timeout, part)
+        message = Fetch(core.id, core.holding.fork, part)
+        return self._agent.ask(core.owner.id, message, timeout)
+
+    def _fetch_new(self, core: Fork, timeout: float | None, part: str) -> Any:
+        """A value whose making is not confirmed; in one message, if that has not been sent."""
+        caller, creation = self._agent.caller, core.creation
+        held = caller.take_held(creation) if creation and part == "value" else None
+        if held is not None:
+            try:
+                return caller.ask_held(held, CREATE_NOW, timeout)
+            except Exception as error:
+                if not isinstance(error, CallTimeout):  # then it has been told
+                    self._creation_failed(core.holding, error)
+                raise
+        # Not by a lane: it would overtake the call that makes the value.
+        message = Fetch(core.id, core.holding.fork, part)
+        try:
+            seconds = self._until_made(creation, timeout)
+            return self._agent.request(core.owner.id, message, seconds).wait()
+        except GradwireError:
+            _ = core.is_confirmed  # if it was never made, raises why
+            raise
+
+    def _until_made(self, creation: CallFuture | None, timeout: float | None) -> float:
+        """How long to wait for a value: not longer than for its making."""
+        seconds = self._timeout if timeout is None else timeout
+        if creation is None or creation.deadline == float("inf"):
+            return seconds
+        left = max(creation.deadline - time.monotonic(), 0.001)
+        return min(seconds, left) if seconds else left
+
+    def fetch_async(
+        self, core: Core, timeout: float | None, part: str = "value"
+    ) -> CallFuture:
+        """The future of the value, or of its type."""
+        if isinstance(core, OwnedValue):
+            return self._fetch_here(core, timeout, part)
+        _ = core.is_confirmed  # if its making has failed, raises why
+        message = Fetch(core.id, core.holding.fork, part)
+        return _keeping(core, self._agent.request(core.owner.id, message, timeout))
+
+    def _fetch_here(
+        self, owned: OwnedValue, timeout: float | None, part: str
+    ) -> CallFuture:
+        future = self._agent.caller.local_future(Fetch, self.me.name)
+        completes = threading.Lock()  # taken, for ever, by who completes it
+
+        def end(look: Callable[[], Any]) -> None:
+            if completes.acquire(blocking=False):
+                settle(future, look)
+
+        owned.when_ready(lambda: end(lambda: part_of(owned.get(), part)))
+        if timeout:
+            late = partial(owned.give_up, timeout)
+            self._executor.call_at(time.monotonic() + timeout, lambda: end(late))
+        return future
+
+    def invoke(
+        self, core: Core, method: str, args: Any, kwargs: Any, timeout: Any, **more: Any
+    ) -> Any:
+        """Call a method of the value; its result. `more` is what to do meanwhile."""
+        call, peer = _invocation(core, method, args, kwargs), core.owner.id
+        caller, to = self._agent.caller, self._agent.peer(peer)
+        if isinstance(core, Fork) and core.is_confirmed:
+            return caller.call_sync(to, call, timeout, **more)
+        future = caller.call_async(
+            to, call, timeout
+        )  # a lane would overtake its making
+        return wait_after(more.get("meanwhile"), future)
+
+    def invoke_async(
+        self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
+    ) -> CallFuture:
+        """Call a method of the value; the future of its result."""
+        call, peer = _invocation(core, method, args, kwargs), core.owner.id
+        caller = self._agent.caller
+        return _keeping(core, caller.call_async(self._agent.peer(peer), call, timeout))
+
+    def invoke_remote(
+        self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
+    ) -> RRef[Any]:
+        """Call a method of the value; a reference to its result."""
+        peer = self._agent.peer(core.owner.id)
+        made = self._new_core(peer)
+        ids = (made.id, core.id, _fork_of(core))
+        create = Create(method, args, kwargs, torch_modes.capture(), ids)
+        return self._start(made, create, peer, timeout, keep=core)
+
+    def creation(self, core: Core) -> CallFuture:
+        """Done when the owner has the value."""
+        made = core.creation if isinstance(core, Fork) else None
+        if made is not None:
+            return made
+        if isinstance(core, OwnedValue):
+            return self._fetch_here(core, None, "nothing")
+        future = self._agent.caller.local_future(Create, core.owner.name)
+        future.set_result(None)
+        return future
+
+    def _new_core(self, owner: Peer) -> Core:
+        if owner.id == self.me.id:
+            return self.estate.new()
+        return self.custody.create(owner.card.info, calling_line())
+
+    def _start(
+        self,
+        core: Core,
+        create: Call,
+        peer: Peer,
+        timeout: float | None,
+        keep: Core | None = None,
+    ) -> RRef[Any]:
+        """Have a value made; a reference to it. What its making needs is kept meanwhile."""
+        of = core.holding if isinstance(core, Fork) else core
+        failed = partial(self._creation_failed, of)
+        # Likely the next thing is to ask for the value: let them go together.
+        make = partial(Creation, failed, self._kind.explain)
+        creation = self._agent.caller.call_soon(peer, create, timeout, make)
+        if isinstance(core, Fork):
+            core.creation = creation
+        _keeping(keep, creation)
+        return self._kind.over(core, self)
+
+    # What others ask
+
+    def _create(self, sender: int, message: Create) -> Later | None:
+        owned = self._make(sender, message)
+        return None if owned.is_ready else Later(self._when_ready(owned, "nothing"))
+
+    def _create_now(self, sender: int, message: Create) -> Any:
+        owned = self._make(sender, message)
+        if owned.is_ready:
+            return owned.give()
+        return Later(self._when_ready(owned, "value"))
+
+    def _make(self, sender: int, message: Create) -> OwnedValue:
+        number, *of = message.ids
+        if maker_of(number) != sender:
+            raise ProtocolError(f"worker {sender} numbers a value {number}")
+        owned = self.estate.begin(number, sender)
+        try:
+            if of:
+                value = self._runner.run_method(self._target(of), message)
+            else:
+                value = self._runner.run(message)
+        except BaseException as error:  # noqa: BLE001 user code
+            owned.fail(error)
+            return owned
+        if type(value) is not Later:
+            owned.set(value)
+            return owned
+
+        def finished(future: Any) -> None:
+            try:
+                owned.set(future.value())
+            except BaseException as error:  # noqa: BLE001 user code
+                owned.fail(error)
+
+        value.future.add_done_callback(finished)
+        return owned
+
+    def _invoked(self, sender: int, message: Invoke) -> Any:
+        return self._runner.run_method(self._target(message.ids), message)
+
+    def _target(self, ids: Any) -> Any:
+        """The value that a method is called of."""
+        number, fork = ids
+        return self.estate.find(number, fork).wait(self._executor, 0)
+
+    def _fetched(self, sender: int, message: Fetch) -> Any:
+        owned, part = self.estate.find(message.value, message.fork), message.part
+        if owned.is_ready:
+            return part_of(owned.give(), part)
+        return Later(self._when_ready(owned, part))
+
+    def _when_ready(self, owned: OwnedValue, part: str) -> CallFuture:
+        """The future of what is to be sent of a value."""
+        future = self._agent.caller.local_future(Fetch, self.me.name)
+        owned.when_ready(lambda: future.set_result(part_of(owned.give(), part)))
+        return future
+
+    def _noted(self, sender: int, notes: Notes) -> None:
+        self.estate.release(notes.released)
+        for token in notes.received:
+            self.custody.child_settled(token, arrived=True)
+        for value, why in notes.failed:
+            self.estate.creation_failed(value, why)
+
+    def _recalled(self, sender: int, recall: Recall) -> bool | None:
+        key, underway = (recall.owner, recall.fork), self._agent.caller.underway(sender)
+        return self.custody.fork_asked(sender, recall.token, key, underway)
+
+    def _creation_failed(self, of: Holding | OwnedValue, error: Exception) -> None:
+        if isinstance(of, OwnedValue):
+            of.fail(self._kind.explain(error))
+        elif not (isinstance(error, CallTimeout) and self._kind.keeps_late_values):
+            self.custody.creation_failed(of, f"{type(error).__name__}: {error}")
+
+    def _worker_gone(self, worker: WorkerInfo) -> None:
+        self.estate.worker_gone(worker)
+        self.custody.worker_gone(worker.id)
+
+    # The end
+
+    @property
+    def unconfirmed(self) -> int:
+        """Values that were asked for and are not known to have been made."""
+        return sum(isinstance(a, Creation) for a in self._agent.caller.answers())
+
+    @property
+    def started(self) -> int:
+        """Notes about references ever sent from here."""
+        return self.janitor.said
+
+    def wait_quiet(self) -> None:
+        """Wait until all is said about references that are no more or on their way."""
+        if self.custody.holdings():
+            gc.collect()  # those in cycles
+        while True:
+            self.janitor.tidy(ask_until=float("inf"))
+            unanswered = self.janitor.unanswered
+            for answer in unanswered:
+                try:
+                    answer.wait()
+                except GradwireError:
+                    pass  # the next round sees to it
+            if not unanswered:
+                if self.custody.is_quiet:
+                    self._note_leaks()
+                    return
+                time.sleep(0.005)  # a receiver will tell us, or can be asked again
+
+    def _note_leaks(self) -> None:
+        """Remember what is held now; those who have left already do not make it less."""
+        self.lent = self.estate.lent()
+        gone = [h for h in self._leaked if self._agent.members.get(h.owner) is None]
+        left = {holding: self._leaked[holding] for holding in gone}
+        self._leaked = left | self.custody.holdings()
+
+    def let_go_of_all(self) -> None:
+        """Give up all that is held here, also what there are handles to."""
+        held = self.custody.holdings()
+        self.custody.handles_dropped([(h.owner, h.fork) for h in held])
+
+    def report_leaks(self) -> None:
+        """Name the references that are still held at the end of the world."""
+        if self._leaked:
+            log.warning(
+                "worker %r still holds %d references at its shutdown: %s",
+                self.me.name,
+                len(self._leaked),
+                describe_held(self._leaked, self._agent.members.name),
+            )
+
+    def debug_info(self) -> dict[str, Any]:
+        return debug_info(self.estate, self.custody, self._agent.members.name)
+
+    def close(self) -> None:
+        self.janitor.close()
+        self.estate.close()
+
+
+def _invocation(core: Core, method: str, args: Any, kwargs: Any) -> Invoke:
+    return Invoke(
+        method, args, kwargs, torch_modes.capture(), (core.id, _fork_of(core))
+    )
+
+
+def _fork_of(core: Core) -> int:
+    """The fork to call a method by, 0 at the owner; raises why there is no value, if known."""
+    if isinstance(core, OwnedValue):
+        return 0
+    _ = core.is_confirmed
+    return core.holding.fork
+
+
+def _keeping(core: Core | None, future: CallFuture) -> CallFuture:
+    """The future of a call that needs a fork: it lives until the answer is there."""
+    future.keep = core
+    return future

@@ -1,0 +1,184 @@
+"""One wait for all quiet connections of a worker.
+
+The wait is a task of the executor like any other: the thread whose turn it is sleeps until some
+connections have something, takes it in, and puts the next turn at the end of the queue, behind what
+arrived. So the thread that read a request runs it, and the turn passes to another thread only if
+that one gets stuck.
+
+A connection reports once and then has to be watched again. `_Epoll` does this with one cheap system
+call, `_Portable` with what every system has.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import selectors
+import socket
+import threading
+from typing import Protocol
+
+from ..threads import Executor
+from .busy_poll import Patience, Spin
+
+log = logging.getLogger("gradwire")
+
+
+class Watched(Protocol):
+    """Something with a descriptor."""
+
+    def fileno(self) -> int: ...
+
+    def ready(self) -> None:
+        """Something came (or the end). Must not block. Watch again for more."""
+
+
+class _Epoll:
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._known: set[int] = set()
+
+    def arm(self, fd: int) -> None:
+        events = select.EPOLLIN | select.EPOLLONESHOT
+        if fd in self._known:
+            self._epoll.modify(fd, events)
+            return
+        try:
+            self._epoll.register(fd, events)
+        except FileExistsError:  # a Ctrl-C came just here, the last time
+            self._epoll.modify(fd, events)
+        self._known.add(fd)
+
+    def disarm(self, fd: int) -> None:
+        self._epoll.modify(fd, select.EPOLLONESHOT)
+
+    def drop(self, fd: int) -> None:
+        if fd in self._known:
+            self._known.discard(fd)
+            self._epoll.unregister(fd)
+
+    def poll(self, timeout: float | None) -> list[int]:
+        events = self._epoll.poll(-1 if timeout is None else timeout)
+        return [fd for fd, _ in events]
+
+    def close(self) -> None:
+        self._epoll.close()
+
+
+class _Portable:
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._lock = threading.Lock()
+
+    def arm(self, fd: int) -> None:
+        with self._lock:
+            if fd not in self._selector.get_map():
+                self._selector.register(fd, selectors.EVENT_READ)
+
+    def disarm(self, fd: int) -> None:
+        with self._lock:
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+
+    drop = disarm
+
+    def poll(self, timeout: float | None) -> list[int]:
+        fds = [key.fd for key, _ in self._selector.select(timeout)]
+        for fd in fds:
+            self.disarm(fd)
+        return fds
+
+    def close(self) -> None:
+        self._selector.close()
+
+
+class Poller:
+    """Watches connections and tells them when something came."""
+
+    def __init__(self, executor: Executor, spin: Spin) -> None:
+        self._executor = executor
+        self._spin = spin
+        self._patience = Patience()
+        self._system = _Epoll() if hasattr(select, "epoll") else _Portable()
+        self._watched: dict[int, Watched] = {}
+        self._closing = threading.Event()
+        self._turning = threading.Lock()
+        self._lock = threading.Lock()
+        self._waker, self._woken = socket.socketpair()
+        self._system.arm(self._woken.fileno())
+
+    def start(self) -> None:
+        self._executor.when_stuck(self._look)
+        self._executor.submit(self._turn)
+
+    def watch(self, what: Watched) -> None:
+        """Tell it once when something comes."""
+        fd = what.fileno()
+        with self._lock:
+            if fd >= 0 and not self._closing.is_set():
+                self._watched[fd] = what
+                self._system.arm(fd)
+
+    def pause(self, what: Watched) -> None:
+        """Do not tell it, until it is watched again."""
+        fd = what.fileno()
+        with self._lock:
+            if fd in self._watched and not self._closing.is_set():
+                self._system.disarm(fd)
+
+    def drop(self, what: Watched) -> None:
+        """Forget it. Before its descriptor is closed."""
+        fd = what.fileno()
+        with self._lock:
+            known = self._watched.pop(fd, None) is not None
+            if known and not self._closing.is_set():
+                self._system.drop(fd)
+
+    def close(self) -> None:
+        """End the turns; returns when none is running."""
+        if self._closing.is_set():
+            return
+        with self._lock:
+            self._closing.set()
+        self._waker.send(b"x")
+        with self._turning:
+            self._system.close()
+            self._waker.close()
+            self._woken.close()
+
+    def _turn(self) -> None:
+        with self._turning:
+            if self._closing.is_set():
+                return
+            with self._executor.waiting():
+                fds = self._patience.look(self._spin, self._attempt)
+                if fds is None:
+                    fds = self._system.poll(None)
+        try:
+            self._tell(fds)
+        finally:  # whatever happens to one connection, the others are watched
+            if not self._closing.is_set():
+                self._executor.submit(self._turn)
+
+    def _attempt(self) -> list[int] | None:
+        return self._system.poll(0) or None
+
+    def _look(self) -> None:
+        """All threads are busy: at least take in what came, so that pings are answered."""
+        if not self._turning.acquire(blocking=False):
+            return  # a thread is waiting already
+        try:
+            fds = [] if self._closing.is_set() else self._system.poll(0)
+        finally:
+            self._turning.release()
+        self._tell(fds)
+
+    def _tell(self, fds: list[int]) -> None:
+        for fd in fds:
+            what = self._watched.get(fd)
+            if what is None:
+                continue
+            try:
+                what.ready()
+            except Exception:
+                log.exception("a connection could not be served")

@@ -1,0 +1,376 @@
+"""The transport between processes: Unix sockets and shared memory on one host, TCP between hosts.
+
+Listens, lets in who knows the key, makes links on first use, and watches over them. Nothing from an
+unauthenticated connection is looked at beyond the fixed-size hello and proof.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from .._wire.frames import Frame, Limits, Parcel
+from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
+from ..options import Options
+from ..threads import Executor
+from . import addresses
+from .base import Answer, Card, IsOver, Receiver, Traffic
+from .busy_poll import Spin
+from .connection_pool import IncomingLink, OutgoingLink
+from .connector import Dialer, receive_exactly
+from .endpoint import Station, describe_end
+from .handshake import (
+    HELLO_SIZE,
+    PROOF_SIZE,
+    VERSION,
+    Hello,
+    Verdict,
+    challenge,
+    check_proof,
+)
+from .lanes import ask_back
+from .listener import Listener
+from .poller import Poller
+from .questions import here
+from .shared_memory import Recycler
+from .thread_cache import Hosts
+
+log = logging.getLogger("gradwire")
+
+_HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
+_MOST_STRANGERS = 64
+_TICK = 5.0
+
+
+class SocketTransport:
+    """Moves parcels between processes."""
+
+    has_lanes = True
+    carries_own = False
+
+    def __init__(
+        self, options: Options, executor: Executor, rendezvous: str | None = None
+    ) -> None:
+        self.traffic = Traffic()
+        self._options = options
+        self._executor = executor
+        self._host = addresses.host_identity()
+        self._hosts = Hosts(executor.host)
+        self._spin = Spin(options.spin)
+        self._poller = Poller(executor, self._spin)
+        self._listeners: list[Listener] = []
+        self._unix = ""
+        self._tcp: tuple[str, int] | None = None
+        self._out: dict[int, OutgoingLink] = {}
+        self._in: dict[tuple[int, int], IncomingLink] = {}
+        self._replies: dict[int, IncomingLink] = {}
+        self._leaving: set[int] = set()  # workers that have said goodbye
+        self._lock = threading.Lock()
+        self._making: dict[int, threading.Lock] = {}
+        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._closed = False
+        self._ticked_at = time.monotonic()
+        try:
+            self._listen(rendezvous)
+        except BaseException:
+            self._poller.close()
+            for listener in self._listeners:
+                listener.close()
+            raise
+
+    def __repr__(self) -> str:
+        return f"<SocketTransport {self._tcp}: {[*self._out.values()]}>"
+
+    def links(self) -> dict[int, str]:
+        with self._lock:
+            return {worker: link.describe() for worker, link in self._out.items()}
+
+    def card(self, name: str, number: int, main: str) -> Card:
+        """This worker's card."""
+        return Card(
+            name=name,
+            id=number,
+            host=self._host,
+            unix=self._unix,
+            tcp=self._tcp,
+            plain=self._options.allow is not None,
+            main=main,
+        )
+
+    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
+        """Begin to receive."""
+        options = self._options
+        self._station = Station(
+            me=me,
+            key=key,
+            executor=self._executor,
+            hosts=self._hosts,
+            poller=self._poller,
+            receiver=receiver,
+            limits=Limits(options.max_body, options.max_bulk),
+            spin=self._spin,
+            recycler=Recycler(),
+            traffic=self.traffic,
+        )
+        self._poller.start()
+        for listener in self._listeners:
+            self._poller.watch(listener)
+        self._executor.call_at(time.monotonic() + self._pace(), self._tick)
+
+    def post(
+        self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
+    ) -> None:
+        link = self._out.get(to.id) or self._connect(to, deadline)
+        try:
+            link.post(call, parcel)
+        except OSError as error:
+            raise WorkerLostError(to.name, describe_end(error)) from error
+
+    def reply(self, to: int, call: int, parcel: Parcel) -> None:
+        link = self._replies.get(to)
+        if link is None or link.channel is None:
+            return
+        try:
+            more = parcel.can_wait or self._executor.backlog > 1
+            link.channel.send(call, parcel, more=more)
+        except OSError as error:
+            log.debug("answer to worker %d could not be sent: %s", to, error)
+
+    def exchange(
+        self,
+        to: Card,
+        parcel: Parcel,
+        timeout: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        if here.lane is not None:
+            frame = ask_back(self._station, to, parcel, deadline, is_over)
+            if frame is not None:
+                return frame
+        link = self._out.get(to.id) or self._connect(to, deadline)
+        return link.exchange(parcel, deadline, is_over)
+
+    def attend(
+        self, to: int, call: int, answer: Answer, deadline: float | None
+    ) -> None:
+        link = self._out.get(to)
+        if link is not None:
+            link.channel.attend(call, answer, deadline)
+
+    def watch(self, to: Card) -> None:
+        if to.id in self._out or to.id in self._replies:
+            return
+        try:
+            self._connect(to, None)
+        except GradwireError as error:
+            log.debug("worker %r: %s", to.name, error)  # if it is lost, that was told
+
+    def forget(self, worker: int) -> None:
+        with self._lock:
+            links = self._links()
+        for link in links:
+            if link.peer == worker:
+                link.close(goodbye=False)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = self._links()
+        for listener in self._listeners:
+            self._poller.drop(listener)
+            listener.close()
+        for link in links:
+            link.close(goodbye=True)
+        self._poller.close()
+        self._hosts.close()
+        if self._unix:
+            addresses.forget_unix(self._unix)
+
+    def _links(self) -> list[OutgoingLink | IncomingLink]:
+        return [*self._out.values(), *self._in.values()]
+
+    def _listen(self, rendezvous: str | None) -> None:
+        options = self._options
+        if options.unix_sockets:
+            try:
+                listener, self._unix = addresses.listen_unix()
+                self._listeners.append(self._listener(listener))
+            except OSError as error:
+                log.debug("no unix sockets here: %s", error)
+        where = addresses.bind_address(options, rendezvous)
+        tcp = addresses.listen_tcp(where, options.ports)
+        self._tcp = addresses.advertised(tcp, options)
+        self._listeners.append(self._listener(tcp))
+
+    def _listener(self, sock: socket.socket) -> Listener:
+        return Listener(sock, self._poller, self._executor, self._stranger)
+
+    def _connect(self, to: Card, deadline: float | None) -> OutgoingLink:
+        with self._lock:
+            making = self._making.setdefault(to.id, threading.Lock())
+        with self._executor.waiting(), _held(making, deadline):
+            link = self._out.get(to.id)
+            if link is not None:
+                return link
+            if self._closed:
+                raise ClosedError("this worker is shut down")
+            try:
+                link = self._new_link(to, deadline)
+            except WorkerLostError as error:
+                self._station.receiver.lost(to.id, error.reason)
+                raise
+            with self._lock:
+                if not self._closed:
+                    self._out[to.id] = link
+                    return link
+        link.close(goodbye=True)
+        raise ClosedError("this worker is shut down")
+
+    def _new_link(self, to: Card, deadline: float | None) -> OutgoingLink:
+        unix = to.host == self._host and self._options.unix_sockets
+        return OutgoingLink(
+            self._station,
+            to,
+            dialer=Dialer(self._station.me, self._station.key, to, unix=unix),
+            memory=self._options.shared_memory,
+            deadline=deadline,
+            ended=self._ended,
+        )
+
+    def _ended(self, link: OutgoingLink | IncomingLink, reason: str | None) -> None:
+        with self._lock:
+            self._out = {k: v for k, v in self._out.items() if v is not link}
+            self._in = {k: v for k, v in self._in.items() if v is not link}
+            self._replies = {k: v for k, v in self._replies.items() if v is not link}
+            if not link.was_used:
+                return
+            if reason is None:
+                self._leaving.add(link.peer)
+            leaves = link.peer in self._leaving
+            if leaves and any(other.peer == link.peer for other in self._links()):
+                return  # answers may still come by the other link, which will end too
+        if self._closed:
+            return
+        if leaves:
+            self._station.receiver.left(link.peer)
+        else:
+            self._station.receiver.lost(link.peer, reason or "")
+
+    def _stranger(self, sock: socket.socket) -> None:
+        """Someone connects."""
+        if self._closed or not self._strangers.acquire(blocking=False):
+            log.warning("too many connections wait to be authenticated: closed one")
+            sock.close()
+            return
+
+        def greet() -> None:
+            try:
+                self._greet(sock)
+            except (OSError, ProtocolError) as error:
+                level = logging.DEBUG if self._closed else logging.WARNING
+                log.log(level, "refused a connection: %s", error)
+                sock.close()
+            finally:
+                self._strangers.release()
+
+        self._executor.host(greet)
+
+    def _greet(self, sock: socket.socket) -> None:
+        limit = time.monotonic() + _HANDSHAKE
+        sock.settimeout(_HANDSHAKE)
+        if sock.family != socket.AF_UNIX:
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        data = receive_exactly(sock, HELLO_SIZE, limit)
+        hello = Hello.from_bytes(data)
+        verdict = self._judge(hello)
+        answer = challenge(self._station.key, data, verdict)
+        sock.sendall(answer)
+        if verdict is not Verdict.WELCOME:
+            raise ProtocolError(f"worker {hello.sender}: {verdict.name.lower()}")
+        proof = receive_exactly(sock, PROOF_SIZE, limit)
+        check_proof(self._station.key, data, answer, proof)
+        self._incoming(hello).accept(hello.purpose, sock)
+        try:
+            sock.send(b".")
+        except OSError:
+            pass  # the socket is the link's now, which will notice
+
+    def _judge(self, hello: Hello) -> Verdict:
+        if hello.version != VERSION:
+            return Verdict.WRONG_VERSION
+        if hello.target != self._station.me:
+            return Verdict.WRONG_WORKER
+        return Verdict.CLOSING if self._closed else Verdict.WELCOME
+
+    def _incoming(self, hello: Hello) -> IncomingLink:
+        key = (hello.sender, hello.link)
+        with self._lock:
+            if self._closed:
+                raise ProtocolError("this worker is shut down")
+            link = self._in.get(key)
+            if link is None:
+                link = self._in[key] = IncomingLink(
+                    self._station, hello.sender, self._ended
+                )
+                self._replies[hello.sender] = link
+            return link
+
+    def _pace(self) -> float:
+        beat = self._options.heartbeat
+        return min(_TICK, beat / 3) if beat else _TICK
+
+    def _tick(self) -> None:
+        """Now and then: pings, silent links, unused lanes and memory."""
+        if self._closed:
+            return
+        with self._lock:
+            outgoing, incoming = list(self._out.values()), list(self._in.values())
+        for link in outgoing:
+            link.tick()
+            if link.is_remote:
+                link.ping()
+        for guest in incoming:
+            guest.tick()
+        self._check_silence()
+        self._station.recycler.trim()
+        self._executor.call_at(time.monotonic() + self._pace(), self._tick)
+
+    def _check_silence(self) -> None:
+        beat = self._options.heartbeat
+        now = time.monotonic()
+        slept = now - self._ticked_at > 2 * self._pace()  # stopped, or a machine asleep
+        self._ticked_at = now
+        with self._lock:
+            links = self._links()
+        for link in links:
+            channel = link.channel
+            if not beat or not link.is_remote or channel is None:
+                continue
+            if slept:
+                channel.heard_at = now  # it was us who could not hear
+            silence = now - channel.alive_at
+            if silence > beat:
+                channel.end(TimeoutError(f"nothing heard for {silence:.1f} s"))
+
+
+@contextmanager
+def _held(lock: threading.Lock, deadline: float | None) -> Iterator[None]:
+    """With the lock, if it can be had in time.
+
+    Raises:
+        TimeoutError: it cannot.
+    """
+    left = -1 if deadline is None else max(0.0, deadline - time.monotonic())
+    if not lock.acquire(timeout=left):
+        raise TimeoutError
+    try:
+        yield
+    finally:
+        lock.release()

@@ -1,0 +1,218 @@
+"""Any Python object as bytes, with its tensors beside it: pickle 5 on top of cloudpickle.
+
+Tensors never enter the pickle: they go to a list, and the pickle holds their places in it.
+Functions and classes that can be imported go by name; lambdas, closures and what the main script
+defines go by value, unless the other worker runs the same script.
+
+Only used between workers that have proven the world's key: unpickling runs code.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import cloudpickle
+import torch
+
+from . import tensor_kinds
+from .cargo import Cargo
+from .functions import CHILD_MAIN, MAIN_MODULES
+
+Reducer = Callable[[Any], "tuple[Any, ...] | str"]
+
+
+class Serializer(Protocol):
+    """What turns objects into bytes: give one to `Options(serializer=...)` to use your own."""
+
+    def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
+        """`obj` as bytes; append its tensors to `tensors`, to be sent beside."""
+
+    def loads(self, data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
+        """What `dumps` was given, with the tensors that arrived."""
+
+
+class PickleSerializer:
+    """The default serializer. `same_main`: the other worker runs the same script."""
+
+    def __init__(
+        self,
+        reducers: dict[type, Reducer],
+        *,
+        same_main: bool,
+        cargo: Cargo | None = None,
+    ) -> None:
+        self._reducers = reducers
+        self._same_main = same_main
+        self._cargo = cargo
+
+    def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
+        child = sys.modules.get(CHILD_MAIN)
+        if child is not None and not self._same_main:
+            cloudpickle.register_pickle_by_value(child)  # which takes it for importable
+        file = io.BytesIO()
+        pickler = _Pickler(file, tensors, self._reducers, self._same_main)
+        pickler.cargo = self._cargo
+        pickler.dump(obj)
+        return file.getvalue()
+
+    def loads(self, data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
+        return _Unpickler(io.BytesIO(data), tensors, self._cargo).load()
+
+
+class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
+    cargo: Cargo | None = None
+
+    def __init__(
+        self,
+        file: io.BytesIO,
+        tensors: list[torch.Tensor],
+        reducers: dict[type, Reducer],
+        same_main: bool,
+    ) -> None:
+        super().__init__(file, protocol=5)
+        self._tensors = tensors
+        self._reducers = reducers
+        self._same_main = same_main
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind in self._reducers:
+            return self._reducers[kind](obj)
+        cargo = self.cargo
+        if cargo is not None:
+            if kind in cargo.carriers:
+                return carried, cargo.load(kind, obj)
+            if (
+                cargo.is_recorded
+                and isinstance(obj, torch.Tensor)
+                and obj.requires_grad
+            ):
+                return recorded, (cargo.note(obj), without_history(obj))
+        if kind is torch.Tensor:
+            return self._tensor(obj)
+        if isinstance(obj, torch.Tensor):
+            return self._subclass(obj)
+        if (
+            self._same_main
+            and isinstance(obj, (types.FunctionType, type))
+            and obj.__module__ in MAIN_MODULES
+            and _found_in_main(obj)
+        ):
+            return obj.__qualname__  # by name
+        return super().reducer_override(obj)
+
+    def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
+        recipe = tensor_kinds.take_apart(tensor)
+        if recipe is not None:
+            return tensor_kinds.put_together, recipe
+        self._tensors.append(tensor)
+        return tensor_at, (len(self._tensors) - 1,)
+
+    def _subclass(self, obj: torch.Tensor) -> Any:
+        kind = type(obj)
+        if isinstance(obj, torch.nn.Parameter) and kind is torch.nn.Parameter:
+            grad = obj.requires_grad
+            inner = obj.detach().as_subclass(torch.Tensor).requires_grad_(grad)
+            return _parameter, (inner, grad, vars(obj))
+        if _is_memory_with_methods(kind):
+            grad = obj.requires_grad
+            inner = obj.detach().as_subclass(torch.Tensor).requires_grad_(grad)
+            return _as_subclass, (kind, inner, vars(obj))
+        return (
+            NotImplemented  # it has state of its own, and a __reduce_ex__ that knows it
+        )
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, tensors: list[torch.Tensor], cargo: Cargo | None
+    ) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+        self._cargo = cargo
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == __name__:
+            if name == "tensor_at":
+                return self._tensors.__getitem__
+            if self._cargo is not None:
+                if name == "carried":
+                    return self._cargo.unload
+                if name == "recorded":
+                    return self._cargo.noted
+        if module in MAIN_MODULES:
+            module = "__main__"
+        return super().find_class(module, name)
+
+
+def tensor_at(index: int) -> torch.Tensor:
+    """Stands in a pickle for a tensor beside it; only our unpickler can follow it."""
+    raise pickle.UnpicklingError(f"tensor {index} is not part of this pickle")
+
+
+def carried(*fields: int) -> Any:
+    """Stands in a pickle for something of a carrier's."""
+    raise pickle.UnpicklingError("it can be carried in calls only")
+
+
+def recorded(number: int, tensor: torch.Tensor) -> torch.Tensor:
+    """Stands in a pickle around a tensor that gets a history on arrival."""
+    raise pickle.UnpicklingError("it has a history in its context only")
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, of the same type and with the same attributes, that needs no gradient."""
+    bare = tensor.detach()
+    if isinstance(tensor, torch.nn.Parameter):
+        bare = torch.nn.Parameter(bare, requires_grad=False)
+    if type(tensor) is not torch.Tensor:
+        for name, value in vars(tensor).items():
+            vars(bare).setdefault(name, value)  # what `detach` gave it is its own
+    return bare
+
+
+def _found_in_main(obj: Any) -> bool:
+    found: Any = sys.modules["__main__"]
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _is_memory_with_methods(kind: type[torch.Tensor]) -> bool:
+    """Whether a subclass adds nothing to a tensor's memory that we could lose."""
+    plain = torch.Tensor
+    return (
+        kind.__reduce_ex__ is plain.__reduce_ex__
+        and kind.__reduce__ is plain.__reduce__
+        and kind not in copyreg.dispatch_table
+        and not hasattr(kind, "__tensor_flatten__")
+        and "__torch_dispatch__" not in _attributes_below(kind, plain)
+    )
+
+
+def _attributes_below(kind: type, base: type) -> set[str]:
+    classes = kind.__mro__[: kind.__mro__.index(base)]
+    ours = (c for c in classes if c is not torch.nn.Parameter)
+    return {name for c in ours for name in vars(c)}
+
+
+def _parameter(
+    inner: torch.Tensor, grad: bool, attributes: dict[str, Any]
+) -> torch.nn.Parameter:
+    parameter = torch.nn.Parameter(inner.detach(), grad)
+    vars(parameter).update(attributes)
+    return parameter
+
+
+def _as_subclass(
+    kind: type[torch.Tensor], inner: torch.Tensor, attributes: dict[str, Any]
+) -> torch.Tensor:
+    tensor = inner.detach().as_subclass(kind).requires_grad_(inner.requires_grad)
+    vars(tensor).update(attributes)
+    return tensor

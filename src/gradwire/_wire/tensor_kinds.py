@@ -1,0 +1,202 @@
+"""Tensors that are not plain memory, taken apart into tensors that are, and put together again.
+
+A recipe is a name and parts: plain data and tensors. Names and parts are the same whether pickle
+carries them or the plain encoding, so both know every kind of tensor.
+
+Private torch names used here, and what breaks without them:
+`Tensor._indices`, `Tensor._values`: an uncoalesced sparse tensor would have to be coalesced to be
+sent. `torch._make_per_tensor_quantized_tensor` and `..._per_channel_...`: the only way from
+stored integers to a quantized tensor that does not round again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+
+from . import dense_tensors
+
+_COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
+_COMPRESSED = {
+    str(layout): layout
+    for layout in (
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    )
+}
+
+
+def take_apart(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
+    """The recipe of a tensor of exact type `torch.Tensor`; None if it is plain memory.
+
+    Raises:
+        TypeError: there is no way to send this kind of tensor.
+    """
+    if dense_tensors.is_plain(tensor):
+        return None
+    grad = tensor.requires_grad
+    tensor = tensor.detach()
+    if tensor.is_meta:
+        return "meta", (
+            tensor.dtype,
+            tuple(tensor.shape),
+            tuple(tensor.stride()),
+            grad,
+        )
+    if tensor.is_nested and tensor.layout is torch.strided:
+        # Each with its own memory: who puts them together from anyone's bytes insists.
+        return "nested", ([member.clone() for member in tensor.unbind()], grad)
+    if not tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized:
+        return "device", (str(tensor.device), tensor.cpu(), grad)
+    if tensor.layout is torch.sparse_coo:
+        parts = map(_unexpanded, (tensor._indices(), tensor._values()))
+        return "coo", (*parts, tuple(tensor.shape), tensor.is_coalesced(), grad)
+    if str(tensor.layout) in _COMPRESSED:
+        return "compressed", (*_compressed_parts(tensor), grad)
+    if tensor.is_quantized:
+        return "quantized", _quantized_parts(tensor)
+    raise TypeError(f"cannot send a tensor of {tensor.layout}, {tensor.dtype}")
+
+
+def put_together(name: str, parts: tuple[Any, ...]) -> torch.Tensor:
+    """The tensor that `take_apart` described."""
+    return _RECIPES[name](*parts)
+
+
+def is_known(name: object) -> bool:
+    return name in _RECIPES
+
+
+def is_expanded(tensor: torch.Tensor) -> bool:
+    """Whether it claims more elements than it has memory for."""
+    return tensor.nbytes > tensor.untyped_storage().nbytes()
+
+
+def tensors_of(parts: Iterable[Any]) -> Iterator[torch.Tensor]:
+    for part in parts:
+        if isinstance(part, torch.Tensor):
+            yield part
+        elif type(part) is list:
+            yield from tensors_of(part)
+
+
+def copied(name: str, parts: tuple[Any, ...]) -> int:
+    """How many bytes `put_together` copies."""
+    at = _COPIED.get(name)
+    own = () if at is None else parts[at : at + 1]
+    return sum(tensor.nbytes for tensor in tensors_of(own))
+
+
+def _compressed_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.layout in _COMPRESSED_BY_ROW:
+        outer, inner = tensor.crow_indices(), tensor.col_indices()
+    else:
+        outer, inner = tensor.ccol_indices(), tensor.row_indices()
+    parts = map(_unexpanded, (outer, inner, tensor.values()))
+    return str(tensor.layout), *parts, tuple(tensor.shape)
+
+
+def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous() if is_expanded(tensor) else tensor
+
+
+def _quantized_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    if tensor.dtype in (torch.quint4x2, torch.quint2x4):
+        raise TypeError(f"cannot send a tensor of {tensor.dtype}")
+    if tensor.qscheme() is torch.per_tensor_affine:
+        how: tuple[Any, ...] = (tensor.q_scale(), tensor.q_zero_point())
+    else:
+        how = (
+            tensor.q_per_channel_scales(),
+            tensor.q_per_channel_zero_points(),
+            tensor.q_per_channel_axis(),
+        )
+    return (str(tensor.device), tensor.int_repr().cpu(), *how)
+
+
+def _meta(
+    dtype: torch.dtype, shape: tuple[int, ...], strides: tuple[int, ...], grad: bool
+) -> torch.Tensor:
+    tensor = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+    return tensor.requires_grad_(grad)
+
+
+def _nested(members: list[torch.Tensor], grad: bool) -> torch.Tensor:
+    if type(members) is not list:
+        raise TypeError("members of a nested tensor are not in a list")
+    return torch.nested.as_nested_tensor(members).requires_grad_(grad)
+
+
+def _device(device: str, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
+    try:
+        return tensor.to(torch.device(device)).requires_grad_(grad)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition(". ")[0]  # torch's goes on for pages
+        raise RuntimeError(
+            f"a tensor on {device!r} was sent here, where that device cannot be used "
+            f"({reason}); send tensor.cpu() instead"
+        ) from error
+
+
+def _coo(
+    indices: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    coalesced: bool,
+    grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_coo_tensor(
+        indices,
+        values,
+        shape,
+        device=values.device,  # and not the default device
+        check_invariants=True,
+        is_coalesced=coalesced,
+    )
+    return tensor.requires_grad_(grad)
+
+
+def _compressed(
+    layout: str,
+    outer: torch.Tensor,
+    inner: torch.Tensor,
+    values: torch.Tensor,
+    shape: tuple[int, ...],
+    grad: bool,
+) -> torch.Tensor:
+    tensor = torch.sparse_compressed_tensor(
+        outer,
+        inner,
+        values,
+        shape,
+        device=values.device,
+        layout=_COMPRESSED[layout],
+        check_invariants=True,
+    )
+    return tensor.requires_grad_(grad)
+
+
+def _quantized(device: str, stored: torch.Tensor, *how: Any) -> torch.Tensor:
+    stored = stored.to(torch.device(device))
+    if len(how) == 2:
+        return torch._make_per_tensor_quantized_tensor(stored, *how)
+    return torch._make_per_channel_quantized_tensor(stored, *how)
+
+
+_RECIPES: dict[str, Callable[..., torch.Tensor]] = {
+    "meta": _meta,
+    "nested": _nested,
+    "device": _device,
+    "coo": _coo,
+    "compressed": _compressed,
+    "quantized": _quantized,
+}
+_COPIED = {
+    "nested": 0,
+    "device": 1,
+    "quantized": 1,
+}  # which part; the others stay in place
