@@ -41,7 +41,7 @@ def self_test(unix_sockets: bool) -> Iterator[Finding]:
 def _world(options: Options) -> Iterator[Worker]:
     with tempfile.TemporaryDirectory(prefix="gradwire-doctor-") as folder:
         url = f"file://{folder}/meet"
-        command = [sys.executable, "-m", f"{__package__}.partner", url]
+        command = [sys.executable, "-m", f"{__package__}.selftest_worker", url]
         with subprocess.Popen(command, stdin=subprocess.PIPE) as partner:
             try:
                 place = find_place(url, None, 0, 2, JOIN)
