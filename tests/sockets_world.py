@@ -85,7 +85,9 @@ def join_world(
             return sockets
         return FaultyTransport(sockets, executor, seed=seed, faults=faults)
 
-    return open_worker(name, place, Options(**options), enter, around=wrap)
+    # Those of one process would take each other for processes that share its cores.
+    settings = Options(**{"torch_threads": 0, **options})
+    return open_worker(name, place, settings, enter, around=wrap)
 
 
 def open_world(

@@ -48,6 +48,9 @@ def test_cores_are_shared_unless_the_user_says_otherwise() -> None:
     assert {e["OMP_NUM_THREADS"] for e in started(plan)} == {"2"}
     inherited = started(plan, OMP_NUM_THREADS="5", HOME="/home/me")
     assert {(e["OMP_NUM_THREADS"], e["HOME"]) for e in inherited} == {("5", "/home/me")}
+    own = Plan(program=("train.py",), size=3, settings={"GRADWIRE_TORCH_THREADS": "0"})
+    assert not any("OMP_NUM_THREADS" in e for e in started(own))
+    assert not any("OMP_NUM_THREADS" in e for e in started(plan, MKL_NUM_THREADS="5"))
 
 
 def test_the_users_variables_win() -> None:

@@ -19,7 +19,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         [
-            "errors ids options events threads",
+            "errors ids options events threads cores",
             "_wire",
             "_transport",
             "_rpc",

@@ -72,6 +72,9 @@ class Options:
     """A TCP link silent for this long is lost; 0 never asks."""
     threads: int = _from_env("THREADS", int, 64)
     """Calls run at a time; those that wait for other workers do not count."""
+    torch_threads: int | None = _from_env("TORCH_THREADS", int, None)
+    """Threads of torch for one operation (`torch.set_num_threads`); 0 leaves them alone. Default:
+    the host's cores divided among its workers, unless the user has set the number."""
 
     bind: str | None = _from_env("BIND", str, None)
     """Address to listen on. Default: loopback, or the way to the rendezvous."""
@@ -115,6 +118,10 @@ class Options:
         for name in ("threads", "max_body", "max_bulk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        if self.torch_threads is not None and self.torch_threads < 0:
+            raise ValueError(
+                f"torch_threads={self.torch_threads!r}: must not be negative"
+            )
         if self.max_body >= 1 << 32:
             raise ValueError(f"max_body={self.max_body}: must be below 4 GiB")
         if self.ports and not 0 < self.ports[0] <= self.ports[1] < 65536:

@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from ._autograd.recording import Recording
 from ._autograd.service import Autograd
 from ._rpc.agent import Agent
@@ -29,6 +31,7 @@ from ._wire.codec import Codec
 from ._wire.frames import Limits
 from ._wire.functions import main_fingerprint
 from ._wire.pickling import Reducer
+from .cores import SharedCores
 from .errors import CallTimeout, GradwireError
 from .ids import WorkerInfo, check_name
 from .options import Options
@@ -71,8 +74,8 @@ class Worker:
         check_name(name)
         self.options = options
         self._allow = None if options.allow is None else AllowList(options.allow)
-        hook = None if on_thread is None else (lambda: on_thread(self))
-        self._executor = Executor(name, options.threads, on_thread=hook)
+        self._on_thread = on_thread
+        self._executor = Executor(name, options.threads, on_thread=self._prepare_thread)
         try:
             self._transport = make_transport(self._executor)
         except BaseException:
@@ -81,6 +84,7 @@ class Worker:
         self.card = self._transport.card(name, number, main_fingerprint())
         self._meeting: Meeting | None = None
         self._turns = ShorterTurns(options.switch_interval)
+        self._cores = SharedCores(name, options.torch_threads)
         self._closed = False
         self._process = os.getpid()
         self._build_layers(kinds or Kinds())
@@ -158,7 +162,28 @@ class Worker:
             self._meeting = meeting
             self._agent.directory = meeting
             self._agent.gone.subscribe(lambda info: meeting.leave(info.id))
+            self._share_cores(meeting.is_elastic)
         self._transport.start(self.id, key, self._agent)
+
+    def _share_cores(self, is_elastic: bool) -> None:
+        """Divide the host's cores among its workers; anew whenever one joins or leaves."""
+
+        def divide(_: WorkerInfo | None = None) -> None:
+            host = [c for c in self._agent.members.cards() if c.host == self.card.host]
+            others = [card.cores for card in host if card.id != self.id]
+            self._cores.divide(self.card.cores, others)
+
+        divide()
+        if is_elastic:
+            self._agent.joined.subscribe(divide)
+            self._agent.gone.subscribe(divide)
+            self._agent.before_each = self._cores.follow
+
+    def _prepare_thread(self) -> None:
+        """What each of our threads does first."""
+        torch.get_num_threads()  # takes over the process's number (cores.py)
+        if self._on_thread is not None:
+            self._on_thread(self)
 
     def greet(self) -> None:
         """Tell everyone in an elastic world that we are here."""
@@ -297,6 +322,7 @@ class Worker:
         self._transport.close()
         self._executor.close()
         self._turns.close()
+        self._cores.close()
         if not self._executor.join(_CLOSE):
             log.warning("worker %r: functions still run after shutdown", self.name)
 

@@ -103,6 +103,8 @@ class Agent:
         self._end_context: EndContext = _ignore
         self._peers: dict[int, Peer] = {}
         self._closed = False
+        self.before_each: Callable[[], object] | None = None
+        """Called in each thread before it makes a request or runs one."""
         self.run_count = 0
         """Requests of others that were run here, those of upper layers too."""
 
@@ -126,6 +128,8 @@ class Agent:
         """
         if self._closed:
             raise ClosedError(f"worker {self.me.name!r} is shut down")
+        if self.before_each is not None:
+            self.before_each()
         try:
             card = self.members.find(to)
         except (ValueError, WorkerLostError):
@@ -280,6 +284,8 @@ class Agent:
 
     def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
         self.run_count += 1
+        if self.before_each is not None:
+            self.before_each()
         message = self._codec.open(frame, sender)
         if frame.waits:
             after(frame, message)

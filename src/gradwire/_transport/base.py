@@ -40,6 +40,8 @@ class Card:
     """It accepts no pickles."""
     main: str = ""
     """Equal for workers that run the same script."""
+    cores: str = "0"
+    """The cores it may run on: bits of a hexadecimal number."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -61,6 +63,7 @@ class Card:
                 host, port = fields["tcp"]
                 fields["tcp"] = (str(host), int(port))
             check_name(fields["name"])
+            int(fields["cores"], 16)
             return cls(**fields)
         except (ValueError, TypeError, KeyError) as error:
             raise ProtocolError(f"not a worker's card: {data[:200]!r}") from error

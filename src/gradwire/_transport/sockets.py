@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from .._wire.frames import Frame, Limits, Parcel
+from ..cores import to_mask, usable_cores
 from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
 from ..options import Options
 from ..threads import Executor
@@ -99,6 +100,7 @@ class SocketTransport:
             tcp=self._tcp,
             plain=self._options.allow is not None,
             main=main,
+            cores=to_mask(usable_cores()),
         )
 
     def start(self, me: int, key: bytes, receiver: Receiver) -> None:

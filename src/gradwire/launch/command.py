@@ -15,6 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from .._transport.rendezvous import find_place
+from ..cores import usable_cores
 from ..errors import GradwireError
 from .nodes import Elsewhere, Nodes
 from .output import Console
@@ -48,9 +49,8 @@ def main(arguments: Sequence[str]) -> int:
     if plan.nodes == 1 and not given_keys:
         # Others on this machine can read the store, but not our environment.
         inherited["GRADWIRE_KEY"] = secrets.token_hex(32)
-    team = list(
-        recruits(plan, (address[0], store.port), inherited, os.cpu_count() or 1)
-    )
+    cores = len(usable_cores())
+    team = list(recruits(plan, (address[0], store.port), inherited, cores))
     with _signals_in(events):
         nodes = Nodes(store, plan.node, plan.nodes, events.put)
         try:

@@ -42,13 +42,13 @@ def recruits(
 ) -> Iterator[Recruit]:
     """The workers of a node, in a world whose store is at `address`."""
     command = [sys.executable, *(["-m"] if plan.is_module else []), *plan.program]
-    # Each worker's torch would take all cores; output that waits in a buffer is lost
-    # when a worker is killed; a crash in C shows where in Python it was.
-    defaults = {
-        "OMP_NUM_THREADS": str(max(1, cores // plan.size)),
-        "PYTHONUNBUFFERED": "1",
-        "PYTHONFAULTHANDLER": "1",
-    }
+    # Output that waits in a buffer is lost when a worker is killed; a crash in C shows
+    # where in Python it was.
+    defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    given = {**inherited, **plan.settings}
+    if not {"GRADWIRE_TORCH_THREADS", "MKL_NUM_THREADS"} & {*given}:
+        # Each worker's torch would take all cores, also before it joins the world.
+        defaults["OMP_NUM_THREADS"] = str(max(1, cores // plan.size))
     for local in range(plan.size):
         place = _place(plan, local, address)
         environment = {**defaults, **inherited, **place, **plan.settings}

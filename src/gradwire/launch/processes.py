@@ -18,7 +18,12 @@ from typing import IO, Any, NamedTuple
 
 from .plan import Recruit
 
-_LEASH = [sys.executable, "-I", "-S", str(Path(__file__).with_name("die_with_parent.py"))]
+_LEASH = [
+    sys.executable,
+    "-I",
+    "-S",
+    str(Path(__file__).with_name("die_with_parent.py")),
+]
 _DRAIN = 2.0  # seconds for the last output, which a child that ran away may hold open
 
 

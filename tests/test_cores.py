@@ -1,0 +1,238 @@
+"""How workers of one host divide its cores among their torch threads."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import gradwire as gw
+from gradwire.cores import (
+    VARIABLES,
+    SharedCores,
+    process_threads,
+    share,
+    to_mask,
+    usable_cores,
+)
+from gradwire.testing import World
+from processes import Process, Processes
+
+CORES = st.frozensets(st.integers(0, 70), min_size=1)
+
+
+@pytest.fixture
+def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
+    for name in (*VARIABLES, "GRADWIRE_TORCH_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    opened = Processes(tmp_path)
+    yield opened
+    opened.close()
+
+
+# What a share is
+
+
+@given(st.lists(CORES, min_size=1, max_size=9))
+def test_no_core_is_given_away_twice(sets: list[frozenset[int]]) -> None:
+    masks = [to_mask(cores) for cores in sets]
+    shares = [
+        share(len(sets[i]), masks[i], masks[:i] + masks[i + 1 :])
+        for i in range(len(sets))
+    ]
+    spare = [part for part in shares if part > 1]  # everyone has one at least
+    assert sum(spare) <= len(frozenset.union(*sets))
+
+
+@given(CORES, st.integers(1, 9))
+def test_equal_workers_have_equal_shares(cores: frozenset[int], workers: int) -> None:
+    mask = to_mask(cores)
+    found = share(len(cores), mask, [mask] * (workers - 1))
+    assert found == max(1, len(cores) // workers)
+
+
+def test_workers_bound_to_cores_of_their_own_keep_them() -> None:
+    assert share(4, "f", ["f0", "f00"]) == 4
+
+
+def test_the_option_is_a_number_or_nothing() -> None:
+    with pytest.raises(ValueError, match="torch_threads=-1"):
+        gw.Options(torch_threads=-1)
+
+
+# One process
+
+
+def test_worlds_in_one_process_leave_torch_alone() -> None:
+    before = torch.get_num_threads()
+    with World(3) as world:
+        assert world[0].rpc_sync("worker1", torch.get_num_threads) == before
+        assert torch.get_num_threads() == process_threads() == before
+
+
+def test_a_number_the_user_sets_meanwhile_is_left() -> None:
+    before = torch.get_num_threads()
+    try:
+        cores = SharedCores("me", 3)
+        cores.divide("f", [])
+        assert torch.get_num_threads() == 3
+        torch.set_num_threads(5)
+        cores.divide("f", ["f"])
+        cores.close()
+        assert torch.get_num_threads() == 5
+    finally:
+        torch.set_num_threads(before)
+
+
+# Several processes
+
+PAIR = """
+import logging, sys
+import torch
+import gradwire as gw
+
+logging.basicConfig(format="%(levelname)s %(name)s %(message)s", level="INFO")
+
+def work():
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    return torch.get_num_threads()
+
+def ask(to):
+    return gw.rpc_sync(to, work)
+
+rank, url, before = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+if before:
+    torch.set_num_threads(before)
+at_first = work()
+with gw.init_rpc(f"worker{rank}", rank=rank, world_size=2, init_method=url):
+    there = 1 - rank
+    calls = [gw.rpc_async(there, work) for _ in range(4)]
+    found = [work(), gw.rpc_sync(there, work), gw.rpc_sync(there, ask, (rank,))]
+    found += [call.wait() for call in calls] + [gw.remote(there, work).to_here()]
+    print(at_first, *sorted(set(found)))
+assert work() == at_first, "not put back"
+"""
+
+
+def run_pair(processes: Processes, before: int = 0, **env: str) -> list[Process]:
+    script = processes.script(PAIR)
+    pair = [
+        processes.run(script, rank, processes.url, before, **env) for rank in (0, 1)
+    ]
+    for process in pair:
+        assert process.wait() == 0, process.errors
+    return pair
+
+
+def log_lines(process: Process) -> list[str]:
+    return [
+        line
+        for line in process.errors.splitlines()
+        if line.startswith("INFO gradwire ") and "torch" in line
+    ]
+
+
+def numbers(process: Process) -> tuple[int, int]:
+    """How many threads torch had at first, and in the world, wherever it was asked."""
+    first, found = map(int, process.output.split())
+    return first, found
+
+
+@pytest.mark.slow
+def test_two_workers_have_half_of_the_cores_each(processes: Processes) -> None:
+    for process in run_pair(processes):
+        first, found = numbers(process)
+        assert found == max(1, first // 2)
+        (line,) = log_lines(process)
+        assert f"torch uses {found} threads on" in line
+        assert "2 workers of this host" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIABLES)
+def test_the_users_variables_win(processes: Processes, name: str) -> None:
+    cores = str(len(usable_cores()))
+    for process in run_pair(processes, **{name: cores}):
+        first, found = numbers(process)
+        assert found == first
+        (line,) = log_lines(process)
+        assert f"torch keeps {found} threads: {name}={cores}" in line
+
+
+@pytest.mark.slow
+def test_the_users_call_wins(processes: Processes) -> None:
+    wanted = len(usable_cores()) + 5
+    for process in run_pair(processes, wanted):
+        assert numbers(process) == (wanted, wanted)
+        (line,) = log_lines(process)
+        assert "torch.set_num_threads was called" in line
+
+
+@pytest.mark.slow
+def test_the_option_leaves_torch_alone(processes: Processes) -> None:
+    for process in run_pair(processes, GRADWIRE_TORCH_THREADS="0"):
+        first, found = numbers(process)
+        assert found == first
+        assert not log_lines(process)
+
+
+@pytest.mark.slow
+def test_the_option_gives_a_number(processes: Processes) -> None:
+    for process in run_pair(processes, GRADWIRE_TORCH_THREADS="5"):
+        assert numbers(process)[1] == 5
+        assert len(log_lines(process)) == 1
+
+
+ELASTIC = """
+import sys, threading
+import torch
+import gradwire as gw
+
+came, went, go = threading.Event(), threading.Event(), threading.Event()
+
+def work():
+    torch.ones(300, 300) @ torch.ones(300, 300)
+    return torch.get_num_threads()
+
+def ask(to):
+    return gw.rpc_sync(to, work)
+
+def let_go():
+    go.set()
+
+def stay():
+    print("alone", gw.rpc_sync("stays", ask, ("stays",)), work())
+    gw.on_join(lambda who: came.set())
+    gw.on_leave(lambda who: went.set())
+    print("ready", flush=True)
+    assert came.wait(60)
+    print("two", gw.rpc_sync("comes", work), gw.rpc_sync("comes", ask, ("stays",)), work())
+    gw.rpc_sync("comes", let_go)
+    assert went.wait(60)
+    print("alone", gw.rpc_sync("stays", work), work())
+
+with gw.init_rpc(sys.argv[1], init_method=sys.argv[2]):
+    if sys.argv[1] == "stays":
+        stay()
+    else:
+        assert go.wait(60)
+"""
+
+
+@pytest.mark.slow
+def test_elastic_worlds_divide_anew(processes: Processes) -> None:
+    script = processes.script(ELASTIC)
+    stays = processes.run(script, "stays", processes.url)
+    stays.wait_for("ready")
+    comes = processes.run(script, "comes", processes.url)
+    assert (stays.wait(), comes.wait()) == (0, 0), stays.errors + comes.errors
+    words = stays.output.split()
+    alone, half = words[1], str(max(1, int(words[1]) // 2))
+    assert (
+        words
+        == (
+            f"alone {alone} {alone} ready two {half} {half} {half} alone {alone} {alone}"
+        ).split()
+    )
