@@ -1,4 +1,4 @@
-"""Run a command that does not outlive the launcher: `python die_with_parent.py LAUNCHER COMMAND...`.
+"""Run a command that ends with the launcher: `python die_with_parent.py LAUNCHER COMMAND...`.
 
 A launcher that is killed cannot end its workers, so they ask the kernel (Linux) to. The wish is
 kept when this process becomes the command. Done here, not between fork and exec in the launcher,
