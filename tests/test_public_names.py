@@ -8,6 +8,8 @@ import __future__
 
 import ast
 import importlib
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -67,3 +69,31 @@ def test_names_are_looked_up_once(module: ModuleType) -> None:
     for name in module.__all__:
         getattr(module, name)
     assert [name for name in module.__all__ if name not in vars(module)] == []
+
+
+def test_the_names_of_the_root_are_what_its_imports_say() -> None:
+    """They are imported on first use; its imports are for those who read types."""
+    code = ast.parse((SOURCE / "gradwire" / "__init__.py").read_text())
+    found = {
+        alias.name: node.module
+        for node in ast.walk(code)
+        if isinstance(node, ast.ImportFrom) and node.level == 1
+        for alias in node.names
+    }
+    root = importlib.import_module("gradwire")
+    assert found.keys() == set(root.__all__) - {"__version__"}
+    for name, origin in found.items():
+        home = importlib.import_module(f"gradwire.{origin or name}")
+        assert getattr(root, name) is (getattr(home, name) if origin else home)
+
+
+def test_the_root_imports_its_modules_on_use_and_nothing_before() -> None:
+    program = (
+        "import sys, gradwire\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert not hasattr(gradwire, 'absent')\n"
+        "assert gradwire.errors.ClosedError is gradwire.ClosedError\n"
+        "assert 'init_rpc' in dir(gradwire)\n"
+        "assert gradwire.testing.World\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=50)

@@ -33,7 +33,8 @@ def test_it_has_the_package_and_nothing_else(wheel: Path) -> None:
         scripts = archive.read(entries).decode()
     folders = {name.split("/")[0] for name in names}
     assert {f for f in folders if not f.endswith(".dist-info")} == {"gradwire"}
-    assert not [name for name in names if "test_" in name or "conftest" in name]
+    files = {name.split("/")[-1] for name in names}
+    assert not [file for file in files if file.startswith(("test_", "conftest"))]
     assert "gradwire = gradwire.__main__:main" in scripts
     assert {"gradwire/py.typed", "gradwire/tools/demo/digits.gz"} <= set(names)
 

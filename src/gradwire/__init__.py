@@ -3,47 +3,53 @@
 >>> import gradwire as gw
 >>> with gw.init_rpc("worker0", rank=0, world_size=2):        # doctest: +SKIP
 ...     gw.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
+
+The names are imported on first use, all together, so that `gradwire --help` need not import torch.
 """
 
-from . import autograd, checkpoint, nn, optim, rpc
-from ._rref.reference import RRef
-from .api import (
-    all_gather,
-    backward,
-    barrier,
-    context,
-    get_gradients,
-    get_worker_info,
-    get_worker_infos,
-    grad,
-    init_rpc,
-    on_join,
-    on_leave,
-    register_reducer,
-    remote,
-    rpc_async,
-    rpc_sync,
-    shutdown,
-)
-from .checkpoint import load, save
-from .errors import (
-    AuthenticationError,
-    BackwardTimeout,
-    CallTimeout,
-    ClosedError,
-    GradwireError,
-    NotAllowedError,
-    OwnersError,
-    ProtocolError,
-    RemoteError,
-    StaleReferenceError,
-    WorkerLostError,
-)
-from .ids import WorkerInfo
-from .nn import RemoteModule
-from .optim import DistributedOptimizer, GradScaler
-from .options import Options
-from .worker import Worker
+import importlib as _importlib
+import typing as _typing
+
+if _typing.TYPE_CHECKING:
+    from . import autograd, checkpoint, nn, optim, rpc
+    from ._rref.reference import RRef
+    from .api import (
+        all_gather,
+        backward,
+        barrier,
+        context,
+        get_gradients,
+        get_worker_info,
+        get_worker_infos,
+        grad,
+        init_rpc,
+        on_join,
+        on_leave,
+        register_reducer,
+        remote,
+        rpc_async,
+        rpc_sync,
+        shutdown,
+    )
+    from .checkpoint import load, save
+    from .errors import (
+        AuthenticationError,
+        BackwardTimeout,
+        CallTimeout,
+        ClosedError,
+        GradwireError,
+        NotAllowedError,
+        OwnersError,
+        ProtocolError,
+        RemoteError,
+        StaleReferenceError,
+        WorkerLostError,
+    )
+    from .ids import WorkerInfo
+    from .nn import RemoteModule
+    from .optim import DistributedOptimizer, GradScaler
+    from .options import Options
+    from .worker import Worker
 
 __version__ = "0.1.0"
 
@@ -91,3 +97,29 @@ __all__ = [
     "save",
     "shutdown",
 ]
+
+_ORIGINS = "_rref.reference api checkpoint errors ids nn optim options worker".split()
+
+
+def __getattr__(name: str) -> object:
+    """A public name, with all others; or a module of ours."""
+    is_module = (
+        name not in __all__ or name in "autograd checkpoint nn optim rpc".split()
+    )
+    if not is_module:
+        for origin in _ORIGINS:
+            module = _importlib.import_module(f"{__name__}.{origin}")
+            found = vars(module).keys() & set(__all__) - globals().keys()
+            globals().update({key: getattr(module, key) for key in found})
+        return globals()[name]
+    if not name.startswith("_"):
+        try:
+            return _importlib.import_module(f"{__name__}.{name}")
+        except ModuleNotFoundError as error:
+            if error.name != f"{__name__}.{name}":
+                raise
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(globals().keys() | set(__all__))

@@ -1,72 +1,65 @@
-"""The `gradwire` command, also `python -m gradwire`: picks the subcommand."""
+"""The `gradwire` command, also `python -m gradwire`: picks the subcommand.
+
+Subcommands are imported on use, and their modules named `command` import torch only when there is
+something to do: help and complaints come at once.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from . import __version__
 
 _USAGE = """\
 usage: gradwire COMMAND [options]
 
-  run      run a program for torch.distributed.rpc: gradwire run train.py [args]
   launch   start the workers of a world: gradwire launch -n 4 train.py [args]
+  run      run a program for torch.distributed.rpc: gradwire run train.py [args]
   doctor   what this machine offers, what is used of it, and a self test
   demo     train a network spread over four workers, and the same in one process
   bench    measure calls and backward passes beside torch RPC
 
-gradwire COMMAND --help tells more."""
+gradwire COMMAND --help has the options of a command, their defaults and an example.
+gradwire --version prints the version."""
 
-
-def _run(arguments: Sequence[str]) -> int:
-    from .compat.command import main
-
-    return main(arguments)
-
-
-def _launch(arguments: Sequence[str]) -> int:
-    from .launch.command import main
-
-    return main(arguments)
-
-
-def _doctor(arguments: Sequence[str]) -> int:
-    from .tools.doctor.command import main
-
-    return main(arguments)
-
-
-def _demo(arguments: Sequence[str]) -> int:
-    from .tools.demo.command import main
-
-    return main(arguments)
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    from .tools.bench.command import main
-
-    return main(arguments)
-
-
-# Imported on use: launch should start quickly, bench needs an extra.
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {
-    "run": _run,
-    "launch": _launch,
-    "doctor": _doctor,
-    "demo": _demo,
-    "bench": _bench,
+_MODULES = {
+    "launch": "launch.command",
+    "run": "compat.command",
+    "doctor": "tools.doctor.command",
+    "demo": "tools.demo.command",
+    "bench": "tools.bench.command",
 }
+_EXTRAS = ("demo", "bench")
+"""Commands that need an extra, which has their name."""
 
 
 def main() -> int:
     """Run the subcommand; its exit status."""
     name, arguments = (sys.argv[1], sys.argv[2:]) if len(sys.argv) > 1 else ("", [])
-    if name in ("-h", "--help"):
+    if name in ("", "-h", "--help"):
         print(_USAGE)
         return 0
-    if name not in COMMANDS:
+    if name == "--version":
+        print(f"gradwire {__version__}")
+        return 0
+    if name not in _MODULES:
         print(f"gradwire: no command {name!r}\n\n{_USAGE}", file=sys.stderr)
         return 2
-    return COMMANDS[name](arguments)
+    command = import_module(f".{_MODULES[name]}", __package__)
+    try:
+        status: int = command.main(arguments)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if name not in _EXTRAS or package in ("", __package__):
+            raise
+        print(
+            f"gradwire {name} needs {package}, which is not installed; to install it:\n"
+            f"  {sys.executable} -m pip install 'gradwire[{name}]'",
+            file=sys.stderr,
+        )
+        return 1
+    return status
 
 
 if __name__ == "__main__":

@@ -16,8 +16,6 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 
-import torch
-
 _HERE = "gradwire.compat"
 _DISTRIBUTED = "torch.distributed"
 _RPC = f"{_DISTRIBUTED}.rpc"
@@ -48,6 +46,8 @@ def install() -> None:
     global _installed
     if _installed:
         return
+    from .. import RRef  # noqa: F401 all of ours, with torch's names as torch has them
+
     _refuse_if_late()
     _replace_modules()
     _replace_names()
@@ -83,6 +83,8 @@ def _replace_modules() -> None:
 
 def _replace_names() -> None:
     """What torch has imported from there itself."""
+    import torch
+
     from . import futures, groups
     from .rpc import RRef, profiling
 

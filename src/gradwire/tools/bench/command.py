@@ -3,76 +3,31 @@
 from __future__ import annotations
 
 import argparse
-import json
-import random
-import socket
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-
-from rich.console import Console
-from rich.progress import Progress
-
-from .picture import draw
-from .report import BASE, Samples, markdown, show, summarize
-from .runner import Contender, available
-from .tasks import TASKS
 
 
 def main(given: Sequence[str]) -> int:
     """Measure, show and write down."""
-    parser = argparse.ArgumentParser(prog="gradwire bench", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5, help="slices of each task")
-    parser.add_argument(
-        "--only", nargs="+", default=[""], help="tasks with one of these words in them"
+    parser = argparse.ArgumentParser(
+        prog="gradwire bench",
+        description="Measure calls and backward passes beside torch RPC, in one run.",
+        epilog="example: gradwire bench --rounds 2 --only hops --ways torch gradwire",
     )
-    ways = available()
-    parser.add_argument("--ways", nargs="+", default=ways, choices=ways)
-    parser.add_argument("--json", type=Path, default=Path("bench.json"))
-    parser.add_argument("--markdown", type=Path, help="the table for a page")
-    parser.add_argument("--png", type=Path, default=Path("bench.png"))
+    add = parser.add_argument
+    add("--rounds", type=int, default=5, metavar="COUNT",
+        help="how often each way takes its turn at each task (default: %(default)s)")  # fmt: skip
+    add("--only", nargs="+", default=[""], metavar="WORD",
+        help="tasks with one of these words in their names (default: all)")  # fmt: skip
+    add("--ways", nargs="+", metavar="WAY",
+        help="ways to call, such as torch or gradwire (default: all there are)")  # fmt: skip
+    add("--json", type=Path, default=Path("bench.json"), metavar="FILE",
+        help="where to put the figures (default: %(default)s)")  # fmt: skip
+    add("--png", type=Path, default=Path("bench.png"), metavar="FILE",
+        help="where to put the picture (default: %(default)s)")  # fmt: skip
+    add("--markdown", type=Path, metavar="FILE",
+        help="where to put the table for a page (default: nowhere)")  # fmt: skip
     arguments = parser.parse_args(given)
-    everything = [task.name for task in TASKS]
-    tasks = [name for name in everything if any(w in name for w in arguments.only)]
-    if not tasks:
-        words, names = " ".join(arguments.only), ", ".join(map(repr, everything))
-        parser.error(f"--only {words}: part of none of {names}")
-    samples = _measure(tasks, arguments.ways, arguments.rounds)
-    summary = summarize(samples)
-    console = Console(width=None if sys.stdout.isatty() else 120)
-    show(summary, console)
-    arguments.json.write_text(json.dumps(summary, indent=1))
-    if BASE in arguments.ways and len(arguments.ways) > 1:
-        draw(summary, arguments.png)
-        console.print(f"picture: {arguments.png}")
-    if arguments.markdown is not None:
-        arguments.markdown.write_text(markdown(summary))
-    console.print(f"figures: {arguments.json}")
-    return 0
+    from .comparison import compare  # imports torch, and help need not wait for it
 
-
-def _measure(tasks: list[str], ways: list[str], rounds: int) -> Samples:
-    samples: Samples = {task: {way: [] for way in ways} for task in tasks}
-    contenders: list[Contender] = []
-    try:
-        contenders += [Contender(way, _free_port()) for way in ways]
-        with Progress(transient=True) as progress:
-            bar = progress.add_task("measuring", total=rounds * len(tasks) * len(ways))
-            for _ in range(rounds):
-                for task in tasks:
-                    for contender in random.sample(contenders, len(contenders)):
-                        sample = contender.measure(task)
-                        samples[task][contender.way].append(sample)
-                        progress.advance(bar)
-    finally:
-        for contender in contenders:
-            contender.close()
-            if contender.stuck_in is not None:
-                print(f"{contender.way} gave no answer to {contender.stuck_in!r}")
-    return samples
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return compare(arguments, parser.error)

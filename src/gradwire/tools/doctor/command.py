@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from ...options import Options
-from . import checks
-from .checks import Finding
-from .selftest import self_test
+
+if TYPE_CHECKING:
+    from .checks import Finding
 
 
 def main(given: Sequence[str]) -> int:
@@ -16,9 +17,17 @@ def main(given: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="gradwire doctor",
         description="What this machine offers, what is used of it, and a self test of ten seconds.",
+        epilog="example: gradwire doctor --quick",
     )
-    parser.add_argument("--quick", action="store_true", help="no self test")
+    parser.add_argument(
+        "--quick",
+        action="store_true",
+        help="leave the self test out (default: run it)",
+    )
     arguments = parser.parse_args(given)
+    from . import checks  # imports torch, and help need not wait for it
+    from .selftest import self_test
+
     try:
         options = Options()
     except ValueError as error:

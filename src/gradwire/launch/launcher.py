@@ -1,0 +1,183 @@
+"""One run of the workers of this node: follows what they say and do, and ends them together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from typing import Any
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from .._transport.rendezvous import find_place
+from ..cores import usable_cores
+from .nodes import Elsewhere, Nodes
+from .output import Console
+from .plan import Plan, Recruit, recruits
+from .processes import Crew, Ended, Said
+from .run_state import TIMED_OUT, Course
+from .stderr_tail import LastWords
+
+_JOIN = 300.0  # seconds for the first node to come up
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+
+def launch(plan: Plan, address: tuple[str, int], timeout: float | None) -> int:
+    """Run a world; the exit status of its first failure, or 0.
+
+    Raises:
+        GradwireError: this node cannot open its store, or reach the first node's.
+    """
+    events: SimpleQueue[Any] = SimpleQueue()
+    url = f"tcp://{address[0]}:{address[1]}"
+    store = find_place(url, None, plan.node, plan.nodes, _JOIN).store
+    assert isinstance(store, TCPStore)
+    inherited = dict(os.environ)
+    given_keys = {"GRADWIRE_KEY", "GRADWIRE_KEY_FILE"} & {*inherited, *plan.settings}
+    if plan.nodes == 1 and not given_keys:
+        # Others on this machine can read the store, but not our environment.
+        inherited["GRADWIRE_KEY"] = secrets.token_hex(32)
+    cores = len(usable_cores())
+    team = list(recruits(plan, (address[0], store.port), inherited, cores))
+    with _signals_in(events):
+        nodes = Nodes(store, plan.node, plan.nodes, events.put)
+        try:
+            return _Launch(team, events, nodes).run(timeout)
+        finally:
+            nodes.close()
+
+
+class _Launch:
+    """One run of the workers of this node."""
+
+    def __init__(
+        self, team: list[Recruit], events: SimpleQueue[Any], nodes: Nodes
+    ) -> None:
+        self._names = [recruit.name for recruit in team]
+        self._events = events
+        self._nodes = nodes
+        self._console = Console(self._names)
+        self._words = [LastWords() for _ in team]
+        self._held: list[list[str]] | None = None
+        """After Ctrl-C: what each worker wrote to standard error."""
+        self._course = Course(set(range(len(team))))
+        self._crew = Crew(team, events)
+
+    def run(self, timeout: float | None) -> int:
+        """Follow the workers to their end; the exit status."""
+        course = self._course
+        limit = None if timeout is None else time.monotonic() + timeout
+        try:
+            while not course.is_over:
+                if (event := self._next(limit)) is not None:
+                    self._take(event)
+                elif course.deadline is None:
+                    limit = None
+                    self._time_out(timeout)
+                else:
+                    self._send(course.elapsed(time.monotonic()))
+        except BrokenPipeError:
+            return _BROKEN_PIPE  # nobody reads on
+        finally:
+            self._crew.close()
+        self._conclude()
+        return course.status
+
+    def _next(self, limit: float | None) -> Any:
+        """What happens next; None if nothing does for as long as we should wait."""
+        deadline = self._course.deadline or limit
+        if deadline is None:
+            return self._events.get()
+        try:
+            return self._events.get(timeout=max(0.0, deadline - time.monotonic()))
+        except Empty:
+            return None
+
+    def _take(self, event: Said | Ended | Elsewhere | signal.Signals) -> None:
+        now = time.monotonic()
+        if isinstance(event, Said):
+            self._said(event)
+        elif isinstance(event, Ended):
+            self._ended(event, now)
+        elif isinstance(event, Elsewhere):
+            self._console.say(f"{event.text}; ending this node's workers")
+            self._send(self._course.failed_elsewhere(event.status, now))
+        else:
+            self._console.say(f"{event.name}: ending {self._running()}")
+            self._nodes.failed(f"ended by {event.name}", 128 + event)
+            if event == signal.SIGINT and self._held is None:
+                self._held = [[] for _ in self._names]
+            self._send(self._course.interrupted(event, now))
+
+    def _said(self, said: Said) -> None:
+        if not said.is_error:
+            self._console.show(said.worker, said.line, is_error=False)
+            return
+        self._words[said.worker].add(said.line)
+        if self._held is None:
+            self._console.show(said.worker, said.line, is_error=True)
+        else:
+            self._held[said.worker].append(said.line)
+
+    def _ended(self, ended: Ended, now: float) -> None:
+        # The traceback of a worker that Ctrl-C has ended is no news; anything else is.
+        if self._held is not None and ended.status != 128 + signal.SIGINT:
+            for line in self._held[ended.worker]:
+                self._console.show(ended.worker, line, is_error=True)
+        is_echo = self._words[ended.worker].is_echo
+        number = self._course.ended(ended.worker, ended.status, now, is_echo=is_echo)
+        if self._course.culprit is not None:
+            self._nodes.failed(self._verdict(), self._course.status)
+        self._send(number)
+
+    def _time_out(self, timeout: float | None) -> None:
+        text = f"{self._running()} still run after {timeout:g} s (--timeout)"
+        self._console.say(text + "; their stacks:")
+        self._nodes.failed(text, TIMED_OUT)
+        self._send(self._course.timed_out(time.monotonic()))
+
+    def _send(self, number: signal.Signals | None) -> None:
+        if number is not None:
+            self._crew.signal(number, self._course.running)
+
+    def _running(self) -> str:
+        return ", ".join(self._names[worker] for worker in sorted(self._course.running))
+
+    def _verdict(self) -> str:
+        assert self._course.culprit is not None
+        name, status = self._names[self._course.culprit], self._course.status
+        if status > 128 and status - 128 in {*signal.Signals}:
+            return f"{name} was ended by {signal.Signals(status - 128).name}"
+        return f"{name} failed with exit status {status}"
+
+    def _conclude(self) -> None:
+        culprit = self._course.culprit
+        if culprit is not None:
+            others = "" if len(self._names) == 1 else ", and so the others were ended"
+            lines = self._words[culprit].lines()
+            self._console.say(f"{self._verdict()}{others}", lines)
+
+
+@contextmanager
+def _signals_in(events: SimpleQueue[Any]) -> Iterator[None]:
+    """Signals to this process are events; a handler may put into this kind of queue."""
+
+    def put(number: int, frame: object) -> None:
+        events.put(signal.Signals(number))
+
+    wanted = [n for n in _SIGNALS if n != signal.SIGHUP or not _is_nohup()]
+    before = {number: signal.signal(number, put) for number in wanted}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _is_nohup() -> bool:
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
