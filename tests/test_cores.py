@@ -185,6 +185,32 @@ def test_the_option_gives_a_number(processes: Processes) -> None:
         assert len(log_lines(process)) == 1
 
 
+FORKING = """
+import os, sys
+import torch
+from torch.distributed import HashStore
+import gradwire as gw
+from sockets_world import socket_world
+
+threads = torch.get_num_threads() + 1
+with gw.init_rpc("me", rank=0, world_size=1, store=HashStore(), torch_threads=threads):
+    assert torch.get_num_threads() == threads
+with socket_world(2) as workers:
+    for _ in range(8):
+        workers[0].rpc_sync("worker1", torch.ones, (1 << 18,))
+    child = os.fork()
+    if not child:
+        sys.exit(0)  # ends as programs do
+    assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+@pytest.mark.slow
+def test_a_forked_child_ends_well(processes: Processes) -> None:
+    script = processes.run(processes.script(FORKING), PYTHONWARNINGS="ignore")
+    assert script.wait() == 0, script.errors
+
+
 ELASTIC = """
 import sys, threading
 import torch

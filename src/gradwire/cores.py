@@ -75,6 +75,24 @@ def process_threads() -> int:
     return found[0]
 
 
+def _set(number: int) -> None:
+    global _is_set
+    if not _is_set:
+        os.register_at_fork(after_in_child=_renew_pool)
+        _is_set = True
+    torch.set_num_threads(number)
+
+
+def _renew_pool() -> None:
+    """In a forked child: have torch make the pool anew that came with `set_num_threads`.
+
+    Its threads (of XNNPACK) are not there, and a child that ends like a program would crash when
+    it joins them.
+    """
+    torch.set_num_threads(torch.get_num_threads())
+
+
+_is_set = False
 _at_import = (torch.get_num_threads(), usable_cores())
 
 
@@ -126,12 +144,14 @@ class SharedCores:
                 return
             assert self._before is not None
             number = self._wanted or share(self._before, mine, others)
-            if number == self._given:
-                return
-            torch.set_num_threads(number)
+            is_first, before = not self._given, self._given or self._before
             self._given = number
-            self._changes += 1
-            self._thread.seen = self._changes
+            if number != before:
+                _set(number)
+                self._changes += 1
+                self._thread.seen = self._changes
+            elif not is_first:
+                return
         cores = int(mine, 16).bit_count()
         why = (
             "torch_threads"
@@ -145,14 +165,14 @@ class SharedCores:
         """Give the calling thread, which may have been there before, the process's number."""
         if self._thread.seen != self._changes:
             self._thread.seen = self._changes
-            torch.set_num_threads(process_threads())
+            _set(process_threads())
 
     def close(self) -> None:
         """Put back what was there before, unless the user has changed it since."""
         with self._lock:
-            if self._is_ours and process_threads() == self._given:
+            if self._is_ours and process_threads() == self._given != self._before:
                 assert self._before is not None
-                torch.set_num_threads(self._before)
+                _set(self._before)
             self._is_ours = False
 
     def _begin(self) -> bool:
