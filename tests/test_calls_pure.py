@@ -379,6 +379,8 @@ TEXTS = {
     "timeout": ("1.5", 1.5),
     "join_timeout": ("7", 7.0),
     "heartbeat": ("0", 0.0),
+    "host_heartbeat": ("5", 5.0),
+    "torch_threads": ("3", 3),
     "threads": ("3", 3),
     "bind": ("10.0.0.1", "10.0.0.1"),
     "advertise": ("node1", "node1"),

@@ -118,6 +118,14 @@ def linger(mark: str) -> None:
     time.sleep(60)
 
 
+def compute(seconds: float) -> str:
+    """Use the GIL for that long, as Python code does."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+    return "done"
+
+
 class Outcome:
     """How a call ended, and when; made in a thread of its own."""
 
@@ -218,6 +226,42 @@ def test_a_stopped_worker_is_waited_for_no_longer_than_asked(
         server.go_on()
         assert worker.rpc_sync("worker1", max, (1, 2)) == 2
         assert worker.rpc_async("worker1", max, (1, 2)).wait() == 2
+    assert server.wait() == 0
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "never met"])
+def test_a_worker_that_stays_stopped_is_lost_and_the_error_says_so(
+    processes: Processes, tmp_path: Path, is_known: bool
+) -> None:
+    beat = 1.0
+    server = processes.serve(1, 2, host_heartbeat=beat)
+    with processes.world(2, host_heartbeat=beat) as worker:
+        if is_known:
+            mark = str(tmp_path / "mark")
+            waiting = [Outcome(lambda: worker.rpc_sync("worker1", linger, (mark,)))]
+            waiting += [Outcome(worker.rpc_async("worker1", linger, (mark,)).wait)]
+            waiting += [Outcome(worker.remote("worker1", linger, (mark,)).to_here)]
+            wait_until(Path(mark).exists)
+            server.stop()
+        else:
+            server.wait_for("ready")
+            server.stop()
+            waiting = [Outcome(lambda: worker.rpc_sync("worker1", max, (1, 2)))]
+            waiting += [Outcome(lambda: worker.rpc_async("worker1", max, (1,)).wait())]
+        stopped_at = time.monotonic()
+        for outcome in waiting:
+            outcome.wait()
+            assert isinstance(outcome.error, gw.WorkerLostError)
+            assert "nothing heard for 1." in str(outcome.error)
+            assert "it is stopped" in str(outcome.error)
+            assert outcome.ended_at - stopped_at < 4 * beat
+        server.kill()
+
+
+def test_a_worker_that_only_computes_is_not_lost(processes: Processes) -> None:
+    server = processes.serve(1, 2, host_heartbeat=0.6)
+    with processes.world(2, host_heartbeat=0.6) as worker:
+        assert worker.rpc_sync("worker1", compute, (2.0,)) == "done"
     assert server.wait() == 0
 
 

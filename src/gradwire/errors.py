@@ -43,17 +43,21 @@ class WorkerLostError(GradwireError):
 class CallTimeout(GradwireError, TimeoutError):
     """No answer within the time given. The function may still be running there."""
 
-    def __init__(self, call: str, worker: str, seconds: float) -> None:
+    def __init__(
+        self, call: str, worker: str, seconds: float, reason: str = ""
+    ) -> None:
+        why = f": {reason}" if reason else ""
         super().__init__(
-            f"call of {call} on worker {worker!r} timed out after {seconds:g} s; "
+            f"call of {call} on worker {worker!r} timed out after {seconds:g} s{why}; "
             "give it more with timeout=..., or none with timeout=0"
         )
         self.call = call
         self.worker = worker
         self.seconds = seconds
+        self.reason = reason
 
-    def __reduce__(self) -> tuple[type[CallTimeout], tuple[str, str, float]]:
-        return type(self), (self.call, self.worker, self.seconds)
+    def __reduce__(self) -> tuple[type[CallTimeout], tuple[str, str, float, str]]:
+        return type(self), (self.call, self.worker, self.seconds, self.reason)
 
 
 class BackwardTimeout(GradwireError, TimeoutError):

@@ -70,6 +70,8 @@ class Options:
     """How long to wait for the other workers at the start."""
     heartbeat: float = _from_env("HEARTBEAT", float, 10.0)
     """A TCP link silent for this long is lost; 0 never asks."""
+    host_heartbeat: float = _from_env("HOST_HEARTBEAT", float, 60.0)
+    """The same for workers of this host, which are stopped then, or stuck; 0 never asks."""
     threads: int = _from_env("THREADS", int, 64)
     """Calls run at a time; those that wait for other workers do not count."""
     torch_threads: int | None = _from_env("TORCH_THREADS", int, None)
@@ -110,7 +112,8 @@ class Options:
     """Tells apart worlds that meet in one store."""
 
     def __post_init__(self) -> None:
-        for name in ("timeout", "join_timeout", "heartbeat", "spin", "switch_interval"):
+        times = "timeout join_timeout heartbeat host_heartbeat spin switch_interval"
+        for name in times.split():
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: must not be negative"

@@ -28,10 +28,11 @@ from ..options import Options, check_timeout
 from ..threads import Bell, Executor
 from .calls import CallsInFlight, Pending
 from .deferred_requests import Held, HeldBack
-from .ends import account, after, fail, too_late
+from .ends import account, after, fail, too_late, why_not_connected
 from .futures import CallFuture, Fate, fresh_copy, settle, wait_after
 from .peers import Peer
 
+_MARGIN = 0.05  # seconds before the end of a call when it stops to connect
 _FOR_EVER = float("inf")
 _NO_LIMIT = (0, _FOR_EVER)
 
@@ -269,8 +270,9 @@ class Caller:
             try:
                 limit = None if seconds in _NO_LIMIT else seconds
                 frame = self._transport.exchange(peer.card, parcel, limit, is_over)
-            except TimeoutError:
-                raise self.timeout_error(describe(what), peer.name, seconds) from None
+            except TimeoutError as error:
+                what, reason = describe(what), why_not_connected(error)
+                raise self.timeout_error(what, peer.name, seconds, reason) from None
             value = self._open(peer, what, frame)
             return after(frame, value) if frame.waits else value
         finally:
@@ -310,6 +312,8 @@ class Caller:
                 self._alarm = deadline
         if sooner:
             self._executor.call_at(deadline, self._expire)
+        if pending.timeout:  # before the alarm, which could not say what was wrong
+            deadline -= min(_MARGIN, pending.timeout / 10)
         self._send(held.peer, pending.call, held.parcel, deadline)
 
     def _send(self, peer: Peer, call: int, parcel: Parcel, deadline: float) -> None:
@@ -322,8 +326,12 @@ class Caller:
             self._transport.post(peer.card, call, parcel, limit)
         except GradwireError as error:
             self._fail(call, error)
-        except TimeoutError:
-            self._expire()
+        except TimeoutError as error:
+            with self._lock:
+                pending = self._calls.answered(call)
+            if pending is not None:
+                why = why_not_connected(error)
+                fail(pending, too_late(pending, self.timeout_error, why))
 
     def _fail(self, call: int, error: Exception) -> None:
         with self._lock:

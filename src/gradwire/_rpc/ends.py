@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from .._transport.base import NotConnected
 from .._wire.frames import Frame, Freight
 from .._wire.functions import describe
 from ..errors import CallTimeout
@@ -33,7 +34,14 @@ def fail(pending: Pending, error: Exception) -> None:
     pending.answer.set_exception(error)
 
 
-def too_late(pending: Pending, kind: type[CallTimeout]) -> CallTimeout:
+def why_not_connected(error: TimeoutError) -> str:
+    """What kept a request from being sent; nothing, if it was."""
+    return str(error) if isinstance(error, NotConnected) else ""
+
+
+def too_late(
+    pending: Pending, kind: type[CallTimeout], reason: str = ""
+) -> CallTimeout:
     """What a call ends with that was not answered in time."""
     fate = pending.answer.fate
-    return kind(describe(fate.what), fate.worker, pending.timeout)
+    return kind(describe(fate.what), fate.worker, pending.timeout, reason)

@@ -26,6 +26,10 @@ IsOver = Callable[[], bool]
 """Whether what is waited for is not wanted any more."""
 
 
+class NotConnected(TimeoutError):
+    """No connection could be made in time; says why."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
     """What a worker tells the others about itself."""
@@ -130,8 +134,9 @@ class Transport(Protocol):
         """Send a request.
 
         Raises:
-            WorkerLostError: it cannot be reached.
-            TimeoutError: not before the deadline.
+            WorkerLostError: it is gone.
+            TimeoutError: not before the deadline; a `NotConnected` says why.
+            GradwireError: there can be no connection to it for now.
         """
 
     def reply(self, to: int, call: int, parcel: Parcel) -> None:

@@ -18,7 +18,7 @@ from .._wire.frames import Frame, Parcel
 from .._wire.messages import PING
 from ..errors import ProtocolError, WorkerLostError
 from . import shared_memory
-from .base import Card, IsOver
+from .base import Card, IsOver, NotConnected
 from .channels import CallerChannel, Channel
 from .connector import Dialer
 from .endpoint import BROKEN, Station, describe_end
@@ -103,10 +103,7 @@ class OutgoingLink:
         Raises:
             WorkerLostError, TimeoutError
         """
-        try:
-            lane = self._free.pop()
-        except IndexError:
-            lane = self._open_lane(deadline)
+        lane = self._take_lane(deadline)
         alone = len(self._lanes) - len(self._free) == 1
         try:
             frame = lane.exchange(parcel, deadline, alone, is_over)
@@ -172,18 +169,36 @@ class OutgoingLink:
             self._side.close()
         self._on_ended(self, reason)
 
+    def _take_lane(self, deadline: float | None) -> CallerLane:
+        """A free lane, or a new one; or one that gets free while there can be no new one."""
+        while True:
+            try:
+                return self._free.pop()
+            except IndexError:
+                pass
+            try:
+                return self._open_lane(deadline)
+            except NotConnected as error:
+                if self._closed:
+                    raise self._lost() from error
+                if not self._free:
+                    raise
+
     def _open_lane(self, deadline: float | None) -> CallerLane:
-        sock = self._dialer.open(Purpose.LANE, deadline)
+        needless = lambda: self._closed or bool(self._free)  # noqa: E731
+        sock = self._dialer.open(Purpose.LANE, deadline, needless)
         stream = self._stream(sock)
         stream.offer_letters()
         lane = CallerLane(self._station, stream, self.peer)
         with self._lock:
             if self._closed:
                 sock.close()
-                reason = self._reason or "connection closed"
-                raise WorkerLostError(self._to.name, reason)
+                raise self._lost()
             self._lanes.add(lane)
         return lane
+
+    def _lost(self) -> WorkerLostError:
+        return WorkerLostError(self._to.name, self._reason or "connection closed")
 
     def _drop(self, lane: CallerLane) -> None:
         with self._lock:
@@ -258,22 +273,22 @@ class IncomingLink:
                 self._pool, self._map = SegmentPool(sock), SegmentMap(sock)
                 if self.channel is not None:
                     self.channel.share_memory(self._pool, self._map)
-                started: Channel | ServerLane | None = None
-            elif purpose is Purpose.LANE:
-                started = ServerLane(
+                return
+            if purpose is Purpose.LANE:
+                lane = ServerLane(
                     self._station, self._stream(sock), self.peer, self._lane_ended
                 )
-                self._lanes.add(started)
-            else:
-                if self.channel is not None:
-                    raise ProtocolError("second channel for one link")
-                self.is_remote = sock.family != socket.AF_UNIX
-                started = self.channel = Channel(
-                    self._station, self._stream(sock), self.peer, self._channel_ended
-                )
-                self._silent_since = started.heard_at
-        if started is not None:
-            started.start()
+                lane.start()  # first: there may be no thread for it
+                self._lanes.add(lane)
+                return
+            if self.channel is not None:
+                raise ProtocolError("second channel for one link")
+            self.is_remote = sock.family != socket.AF_UNIX
+            self.channel = Channel(
+                self._station, self._stream(sock), self.peer, self._channel_ended
+            )
+            self._silent_since = self.channel.heard_at
+        self.channel.start()
 
     def tick(self) -> None:
         if self._pool is not None:

@@ -2,70 +2,179 @@
 
 A dialer belongs to a link. It tries the Unix socket first where both are on one host, falls back to
 TCP, and stays with what worked.
+
+What goes wrong for a passing reason is tried again, with backoff, until the deadline of the call:
+this process has no descriptors left, the other one's backlog is full, it closed the connection
+because too many were waiting. That is no loss of the worker. It is lost if the system says that
+nobody listens there, or if nothing is heard of it for as long as on a connection that exists
+(`Options.heartbeat`, `Options.host_heartbeat`).
 """
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import random
 import socket
+import sys
 import time
+from collections.abc import Callable
 
-from ..errors import ProtocolError, WorkerLostError
+from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
 from .addresses import unix_address
-from .base import Card
+from .base import Card, NotConnected
 from .handshake import CHALLENGE_SIZE, Purpose, new_hello, prove
 
 log = logging.getLogger("gradwire")
 
-_PATIENCE = 10.0  # seconds for one connection, handshake included
+_PATIENCE = 10.0  # seconds for one attempt, handshake included
+_LONGEST = 60.0  # seconds for all attempts, where a call has no deadline
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.002, 0.25  # seconds between attempts
+_REFUSED = 0.0 if sys.platform == "linux" else 1.0
+"""Seconds after which a refusal is believed: other systems refuse, too, when a backlog is full."""
+
+_PASSING = {
+    errno.EAGAIN,  # a Unix socket with a full backlog
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOBUFS,
+    errno.ENOMEM,
+    errno.EADDRNOTAVAIL,  # no port is left on this side
+    errno.EINTR,
+    errno.EPIPE,
+    errno.ECONNRESET,
+    errno.ECONNABORTED,
+}
+_NO_ANSWER = {errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN}
+
+
+def _never() -> bool:
+    return False
 
 
 class Dialer:
-    """Connects to one worker."""
+    """Connects to one worker, until `is_over`: this worker is shut down."""
 
-    def __init__(self, me: int, key: bytes, to: Card, *, unix: bool) -> None:
+    def __init__(
+        self,
+        me: int,
+        key: bytes,
+        to: Card,
+        *,
+        unix: bool,
+        silence: tuple[float, float] = (0.0, 0.0),
+        is_over: Callable[[], bool] = _never,
+    ) -> None:
         self.by_unix = unix and bool(to.unix)
         self._me = me
         self._key = key
         self._to = to
+        self._silence = silence
+        """How long it may say nothing, on its host and elsewhere; 0 is for ever."""
+        self._is_over = is_over
         self._link = int.from_bytes(os.urandom(8), "little")
 
     def open_first(self, deadline: float | None) -> socket.socket:
         """The link's shared connection; settles how the others are made.
 
-        Raises:
-            WorkerLostError, TimeoutError, ProtocolError: as `open`.
+        Raises: as `open`.
         """
         if self.by_unix and self._to.tcp is not None:
             try:
-                return self._open(Purpose.SHARED, deadline)
+                return self._retry(Purpose.SHARED, deadline)
             except OSError as error:
-                if _is_past(deadline):
-                    raise TimeoutError from error
+                if isinstance(error, NotConnected):
+                    raise
                 log.debug("no unix socket to %s: %s", self._to.name, error)
                 self.by_unix = False
         return self.open(Purpose.SHARED, deadline)
 
-    def open(self, purpose: Purpose, deadline: float | None) -> socket.socket:
+    def open(
+        self,
+        purpose: Purpose,
+        deadline: float | None,
+        is_needless: Callable[[], bool] = _never,
+    ) -> socket.socket:
         """A new connection.
 
         Raises:
-            WorkerLostError: the worker cannot be reached.
-            TimeoutError: not before the deadline.
+            WorkerLostError: the worker is gone.
+            NotConnected: there is none by the deadline, or it `is_needless` by now.
+            GradwireError: there is none after a long time, and no deadline.
             AuthenticationError, ProtocolError: what answers there is not who it should be.
         """
         try:
-            return self._open(purpose, deadline)
+            return self._retry(purpose, deadline, is_needless)
+        except NotConnected:
+            raise
         except OSError as error:
-            if _is_past(deadline):
-                raise TimeoutError from error
             reason = f"cannot connect ({error})"
             raise WorkerLostError(self._to.name, reason) from error
 
-    def _open(self, purpose: Purpose, deadline: float | None) -> socket.socket:
+    def _retry(
+        self,
+        purpose: Purpose,
+        deadline: float | None,
+        is_needless: Callable[[], bool] = _never,
+    ) -> socket.socket:
+        """Try until it works, or is final (OSError)."""
+        began = heard_at = time.monotonic()
+        pause = _FIRST_PAUSE
+        reason: OSError | None = None  # what was last heard, unless nothing ever was
+        while True:
+            try:
+                return self._open(purpose, self._limit(heard_at, deadline))
+            except OSError as error:
+                if not _is_silence(error):
+                    heard_at, reason = time.monotonic(), error
+                reason = reason or error
+                elapsed = time.monotonic() - began
+                self._raise_if_final(error, heard_at, elapsed)
+                self._raise_if_late(reason, elapsed, deadline)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+            left = pause if deadline is None else deadline - time.monotonic()
+            time.sleep(max(0.0, min(pause * random.uniform(0.5, 1), left)))
+            if self._is_over():
+                raise ClosedError("this worker is shut down")
+            if is_needless():
+                raise NotConnected(f"cannot connect ({reason})")
+
+    def _raise_if_final(self, error: OSError, heard_at: float, elapsed: float) -> None:
+        """Unless it may be better the next time."""
+        if not _is_silence(error):
+            if not _is_passing(error, elapsed):
+                raise error
+            return
+        silence, limit = time.monotonic() - heard_at, self._longest_silence
+        if limit and silence >= limit:
+            text = describe_silence(silence, is_remote=not self.by_unix)
+            raise WorkerLostError(self._to.name, f"cannot connect ({text})") from error
+
+    def _raise_if_late(
+        self, reason: OSError, elapsed: float, deadline: float | None
+    ) -> None:
+        """If there is no time for another attempt."""
+        text = f"cannot connect ({reason})"
+        if deadline is not None and time.monotonic() >= deadline:
+            raise NotConnected(text) from reason
+        if deadline is None and elapsed >= _LONGEST:
+            raise GradwireError(
+                f"worker {self._to.name!r}: {text} for {elapsed:.0f} s"
+            ) from reason
+
+    @property
+    def _longest_silence(self) -> float:
+        return self._silence[0] if self.by_unix else self._silence[1]
+
+    def _limit(self, heard_at: float, deadline: float | None) -> float:
+        """Until when an attempt may last."""
         limit = time.monotonic() + _PATIENCE
-        limit = limit if deadline is None else min(limit, deadline)
+        if self._longest_silence:
+            limit = min(limit, heard_at + self._longest_silence)
+        return limit if deadline is None else min(limit, deadline)
+
+    def _open(self, purpose: Purpose, limit: float) -> socket.socket:
         sock = self._connect(limit)
         try:
             self._shake_hands(sock, purpose, limit)
@@ -104,8 +213,26 @@ class Dialer:
             raise type(error)(f"worker {self._to.name!r}: {error}") from None
 
 
-def _is_past(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() >= deadline
+def describe_silence(seconds: float, *, is_remote: bool) -> str:
+    """Why a worker counts as lost that is silent."""
+    text = f"nothing heard for {seconds:.1f} s"
+    if is_remote:
+        return text
+    return f"{text}: it is stopped, or something holds its GIL"  # its kernel is ours
+
+
+def _is_silence(error: OSError) -> bool:
+    """Whether nothing was heard of the other side, not even that it refuses."""
+    return isinstance(error, TimeoutError) or error.errno in _NO_ANSWER
+
+
+def _is_passing(error: OSError, elapsed: float) -> bool:
+    """Whether it may be better the next time."""
+    if isinstance(error, ConnectionRefusedError):
+        return elapsed < _REFUSED
+    if isinstance(error, socket.gaierror):
+        return error.errno == socket.EAI_AGAIN
+    return error.errno in _PASSING or isinstance(error, ConnectionResetError)
 
 
 def _left(limit: float) -> float:

@@ -12,6 +12,8 @@ from .poller import Poller
 
 log = logging.getLogger("gradwire")
 
+_BATCH = 32  # taken in at a time: those before them are to be heard, too
+_LOG_INTERVAL = 10.0
 _TRY_AGAIN = 0.1  # seconds after which to accept again, when the system would not
 
 
@@ -30,21 +32,26 @@ class Listener:
         self._poller = poller
         self._executor = executor
         self._accepted = accepted
+        self._log_after = 0.0
 
     def fileno(self) -> int:
         return self._sock.fileno()
 
     def ready(self) -> None:
         try:
-            while True:
+            for _ in range(_BATCH):
                 sock, _ = self._sock.accept()
                 self._accepted(sock)
+            self._watch()
         except BlockingIOError:
             self._watch()
         except OSError as error:
             if self.fileno() >= 0:  # not closed: out of descriptors, say
-                log.warning("cannot accept a connection for now: %s", error)
-                self._executor.call_at(time.monotonic() + _TRY_AGAIN, self._watch)
+                now = time.monotonic()
+                if now >= self._log_after:
+                    self._log_after = now + _LOG_INTERVAL
+                    log.warning("cannot accept a connection for now: %s", error)
+                self._executor.look_at(now + _TRY_AGAIN, self._watch)
 
     def close(self) -> None:
         self._sock.close()

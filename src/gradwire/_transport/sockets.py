@@ -19,20 +19,13 @@ from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
 from ..options import Options
 from ..threads import Executor
 from . import addresses
+from .acceptor import Acceptor
 from .base import Answer, Card, IsOver, Receiver, Traffic
 from .busy_poll import Spin
 from .connection_pool import IncomingLink, OutgoingLink
-from .connector import Dialer, receive_exactly
+from .connector import Dialer, describe_silence
 from .endpoint import Station, describe_end
-from .handshake import (
-    HELLO_SIZE,
-    PROOF_SIZE,
-    VERSION,
-    Hello,
-    Verdict,
-    challenge,
-    check_proof,
-)
+from .handshake import Hello
 from .lanes import ask_back
 from .listener import Listener
 from .poller import Poller
@@ -42,8 +35,6 @@ from .thread_cache import Hosts
 
 log = logging.getLogger("gradwire")
 
-_HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
-_MOST_STRANGERS = 64
 _TICK = 5.0
 
 
@@ -72,7 +63,7 @@ class SocketTransport:
         self._leaving: set[int] = set()  # workers that have said goodbye
         self._lock = threading.Lock()
         self._making: dict[int, threading.Lock] = {}
-        self._strangers = threading.BoundedSemaphore(_MOST_STRANGERS)
+        self._acceptor: Acceptor | None = None
         self._closed = False
         self._ticked_at = time.monotonic()
         try:
@@ -117,6 +108,13 @@ class SocketTransport:
             spin=self._spin,
             recycler=Recycler(),
             traffic=self.traffic,
+        )
+        self._acceptor = Acceptor(
+            me,
+            key,
+            poller=self._poller,
+            executor=self._executor,
+            welcome=self._welcome,
         )
         self._poller.start()
         for listener in self._listeners:
@@ -188,6 +186,8 @@ class SocketTransport:
         for listener in self._listeners:
             self._poller.drop(listener)
             listener.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         for link in links:
             link.close(goodbye=True)
         self._poller.close()
@@ -240,7 +240,14 @@ class SocketTransport:
         return OutgoingLink(
             self._station,
             to,
-            dialer=Dialer(self._station.me, self._station.key, to, unix=unix),
+            dialer=Dialer(
+                self._station.me,
+                self._station.key,
+                to,
+                unix=unix,
+                silence=(self._options.host_heartbeat, self._options.heartbeat),
+                is_over=lambda: self._closed,
+            ),
             memory=self._options.shared_memory,
             deadline=deadline,
             ended=self._ended,
@@ -267,49 +274,11 @@ class SocketTransport:
 
     def _stranger(self, sock: socket.socket) -> None:
         """Someone connects."""
-        if self._closed or not self._strangers.acquire(blocking=False):
-            log.warning("too many connections wait to be authenticated: closed one")
-            sock.close()
-            return
+        assert self._acceptor is not None  # listeners are watched from `start` on
+        self._acceptor.take(sock)
 
-        def greet() -> None:
-            try:
-                self._greet(sock)
-            except (OSError, ProtocolError) as error:
-                level = logging.DEBUG if self._closed else logging.WARNING
-                log.log(level, "refused a connection: %s", error)
-                sock.close()
-            finally:
-                self._strangers.release()
-
-        self._executor.host(greet)
-
-    def _greet(self, sock: socket.socket) -> None:
-        limit = time.monotonic() + _HANDSHAKE
-        sock.settimeout(_HANDSHAKE)
-        if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        data = receive_exactly(sock, HELLO_SIZE, limit)
-        hello = Hello.from_bytes(data)
-        verdict = self._judge(hello)
-        answer = challenge(self._station.key, data, verdict)
-        sock.sendall(answer)
-        if verdict is not Verdict.WELCOME:
-            raise ProtocolError(f"worker {hello.sender}: {verdict.name.lower()}")
-        proof = receive_exactly(sock, PROOF_SIZE, limit)
-        check_proof(self._station.key, data, answer, proof)
+    def _welcome(self, hello: Hello, sock: socket.socket) -> None:
         self._incoming(hello).accept(hello.purpose, sock)
-        try:
-            sock.send(b".")
-        except OSError:
-            pass  # the socket is the link's now, which will notice
-
-    def _judge(self, hello: Hello) -> Verdict:
-        if hello.version != VERSION:
-            return Verdict.WRONG_VERSION
-        if hello.target != self._station.me:
-            return Verdict.WRONG_WORKER
-        return Verdict.CLOSING if self._closed else Verdict.WELCOME
 
     def _incoming(self, hello: Hello) -> IncomingLink:
         key = (hello.sender, hello.link)
@@ -325,8 +294,13 @@ class SocketTransport:
             return link
 
     def _pace(self) -> float:
-        beat = self._options.heartbeat
-        return min(_TICK, beat / 3) if beat else _TICK
+        beats = (self._options.heartbeat, self._options.host_heartbeat)
+        return min(_TICK, *(beat / 3 for beat in beats if beat))
+
+    def _beat(self, link: OutgoingLink | IncomingLink) -> float:
+        """How long a link may be silent; 0 is for ever."""
+        options = self._options
+        return options.heartbeat if link.is_remote else options.host_heartbeat
 
     def _tick(self) -> None:
         """Now and then: pings, silent links, unused lanes and memory."""
@@ -334,9 +308,10 @@ class SocketTransport:
             return
         with self._lock:
             outgoing, incoming = list(self._out.values()), list(self._in.values())
+        now = time.monotonic()
         for link in outgoing:
             link.tick()
-            if link.is_remote:
+            if now - link.channel.alive_at > self._beat(link) / 4:
                 link.ping()
         for guest in incoming:
             guest.tick()
@@ -345,21 +320,21 @@ class SocketTransport:
         self._executor.call_at(time.monotonic() + self._pace(), self._tick)
 
     def _check_silence(self) -> None:
-        beat = self._options.heartbeat
         now = time.monotonic()
         slept = now - self._ticked_at > 2 * self._pace()  # stopped, or a machine asleep
         self._ticked_at = now
         with self._lock:
             links = self._links()
         for link in links:
-            channel = link.channel
-            if not beat or not link.is_remote or channel is None:
+            channel, beat = link.channel, self._beat(link)
+            if not beat or channel is None:
                 continue
             if slept:
                 channel.heard_at = now  # it was us who could not hear
             silence = now - channel.alive_at
             if silence > beat:
-                channel.end(TimeoutError(f"nothing heard for {silence:.1f} s"))
+                text = describe_silence(silence, is_remote=link.is_remote)
+                channel.end(TimeoutError(text))
 
 
 @contextmanager

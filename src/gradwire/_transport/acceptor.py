@@ -1,0 +1,236 @@
+"""New connections, until those who made them have proven that they know the key.
+
+A stranger takes no thread: its socket is watched by the poller, and only the fixed-size hello and
+proof are read. There are places for `_PLACES` of them. When all are taken, whoever has been silent
+for the longest time goes, so that connections that say nothing keep nobody out; who is sent away
+for a member's sake tries again (`connector.py`). Refusals are logged once in an interval.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+from ..errors import ProtocolError
+from ..threads import Executor
+from .handshake import (
+    HELLO_SIZE,
+    PROOF_SIZE,
+    VERSION,
+    Hello,
+    Verdict,
+    challenge,
+    check_proof,
+)
+from .poller import Poller
+
+log = logging.getLogger("gradwire")
+
+_HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
+_PLACES = 256
+_LOG_INTERVAL = 10.0
+
+Welcome = Callable[[Hello, socket.socket], None]
+
+
+class Acceptor:
+    """Lets in who knows the key. `welcome` takes an authenticated connection."""
+
+    def __init__(
+        self,
+        me: int,
+        key: bytes,
+        *,
+        poller: Poller,
+        executor: Executor,
+        welcome: Welcome,
+    ) -> None:
+        self.key = key
+        self.poller = poller
+        self.welcome = welcome
+        self._me = me
+        self._executor = executor
+        self._refusals = _Refusals(executor)
+        self._lock = threading.Lock()
+        self._strangers: dict[_Stranger, None] = {}  # by age, the oldest first
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"<Acceptor: {len(self._strangers)} to be authenticated>"
+
+    def take(self, sock: socket.socket) -> None:
+        """Someone connects."""
+        stranger = _Stranger(self, sock)
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            crowded_out = self._make_place()
+            self._strangers[stranger] = None
+            is_only = len(self._strangers) == 1
+        if crowded_out is not None:
+            self._refuse(crowded_out, "too many connections wait to be authenticated")
+        if is_only:
+            self._executor.look_at(stranger.deadline, self._end_late)
+        stranger.ready()
+
+    def judge(self, hello: Hello) -> Verdict:
+        if hello.version != VERSION:
+            return Verdict.WRONG_VERSION
+        if hello.target != self._me:
+            return Verdict.WRONG_WORKER
+        return Verdict.CLOSING if self._closed else Verdict.WELCOME
+
+    def take_out(self, stranger: _Stranger) -> bool:
+        """End its stay; whether it was not over before."""
+        with self._lock:
+            was_here = stranger in self._strangers
+            self._strangers.pop(stranger, None)
+        return was_here
+
+    def refuse(self, stranger: _Stranger, why: object) -> None:
+        if self.take_out(stranger):
+            self._refuse(stranger, why)
+
+    def close(self) -> None:
+        """Shut everyone out."""
+        with self._lock:
+            self._closed = True
+            strangers, self._strangers = self._strangers, {}
+        for stranger in strangers:
+            stranger.close()
+
+    def _make_place(self) -> _Stranger | None:
+        """Who has to go for the next one, if all places are taken."""
+        if len(self._strangers) < _PLACES:
+            return None
+        silent = (one for one in self._strangers if not one.has_said_hello)
+        found = next(silent, None) or next(iter(self._strangers))
+        del self._strangers[found]
+        return found
+
+    def _end_late(self) -> None:
+        now = time.monotonic()
+        with self._lock:
+            late = [one for one in self._strangers if one.deadline <= now]
+            for stranger in late:
+                del self._strangers[stranger]
+            first = next(iter(self._strangers), None)
+        for stranger in late:
+            self._refuse(stranger, "timed out in the handshake")
+        if first is not None:
+            self._executor.look_at(first.deadline, self._end_late)
+
+    def _refuse(self, stranger: _Stranger, why: object) -> None:
+        stranger.close()
+        if not self._closed:
+            self._refusals.add(str(why))
+
+
+class _Stranger:
+    """A connection on its way in: watched for its hello, then for its proof."""
+
+    def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.deadline = time.monotonic() + _HANDSHAKE
+        self._acceptor = acceptor
+        self._sock = sock
+        self._data = b""
+        self._hello = b""
+        self._answer = b""
+
+    @property
+    def has_said_hello(self) -> bool:
+        return bool(self._hello)
+
+    def fileno(self) -> int:
+        return self._sock.fileno()
+
+    def ready(self) -> None:
+        """Something came. Called by one thread at a time."""
+        try:
+            if not self._hello:
+                self._hello = self._read(HELLO_SIZE)
+                self._greet()
+            proof = self._read(PROOF_SIZE)
+            check_proof(self._acceptor.key, self._hello, self._answer, proof)
+            self._enter()
+        except BlockingIOError:
+            self._acceptor.poller.watch(self)
+        except (OSError, ProtocolError, RuntimeError) as error:
+            self._acceptor.refuse(self, error)
+
+    def close(self) -> None:
+        self._acceptor.poller.drop(self)
+        self._sock.close()
+
+    def _read(self, size: int) -> bytes:
+        """So many bytes; BlockingIOError while they are not all there."""
+        while len(self._data) < size:
+            more = self._sock.recv(size - len(self._data))
+            if not more:
+                raise ConnectionResetError("connection closed in the handshake")
+            self._data += more
+        data, self._data = self._data, b""
+        return data
+
+    def _greet(self) -> None:
+        hello = Hello.from_bytes(self._hello)
+        if self._sock.family != socket.AF_UNIX:
+            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        verdict = self._acceptor.judge(hello)
+        self._answer = challenge(self._acceptor.key, self._hello, verdict)
+        self._sock.send(self._answer)  # the first bytes: there is room for them
+        if verdict is not Verdict.WELCOME:
+            raise ProtocolError(f"worker {hello.sender}: {verdict.name.lower()}")
+
+    def _enter(self) -> None:
+        """It knows the key: it is a member's connection from now on."""
+        if not self._acceptor.take_out(self):
+            return  # too late
+        self._acceptor.poller.drop(self)
+        try:
+            self._acceptor.welcome(Hello.from_bytes(self._hello), self._sock)
+        except (ProtocolError, RuntimeError) as error:  # no thread for it, say
+            log.warning("cannot take a connection in: %s", error)
+            self._sock.close()
+            return
+        try:
+            self._sock.send(b".")
+        except OSError:
+            pass  # the socket is the link's now, which will notice
+
+
+class _Refusals:
+    """Logs the first refusal at once, and the others of an interval together."""
+
+    def __init__(self, executor: Executor) -> None:
+        self._executor = executor
+        self._lock = threading.Lock()
+        self._until = 0.0  # when the interval ends
+        self._count = 0
+        self._last = ""
+
+    def add(self, why: str) -> None:
+        now = time.monotonic()
+        with self._lock:
+            if now < self._until:
+                self._count += 1
+                self._last = why
+                return
+            self._until = now + _LOG_INTERVAL
+        log.warning("refused a connection: %s", why)
+        self._executor.look_at(self._until, self._tell_others)
+
+    def _tell_others(self) -> None:
+        with self._lock:
+            count, self._count = self._count, 0
+            if count:
+                self._until = time.monotonic() + _LOG_INTERVAL
+        if count:
+            text = "refused %d more connections, the last one: %s"
+            log.warning(text, count, self._last)
+            self._executor.look_at(self._until, self._tell_others)
