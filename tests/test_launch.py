@@ -92,7 +92,12 @@ def test_modules_and_variables(capfd: pytest.CaptureFixture[str]) -> None:
 def test_a_failure_ends_all_and_its_traceback_comes_last(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    source = "wait_for(3)\nif rank == 1: raise ValueError('no')\ntime.sleep(60)"
+    source = """
+signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by the launcher"))
+wait_for(3)
+if rank == 1: raise ValueError('no')
+time.sleep(60)
+"""
     assert launch(source, "-n", "3") == 1
     err = capfd.readouterr().err.splitlines()
     start = err.index(
@@ -100,6 +105,20 @@ def test_a_failure_ends_all_and_its_traceback_comes_last(
     )
     assert err[start + 1] == "Traceback (most recent call last):"
     assert err[-1] == "ValueError: no"
+
+
+def test_a_traceback_that_is_last_anyway_is_not_repeated(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source = "wait_for(3)\nif rank == 1: raise ValueError('no')\ntime.sleep(60)"
+    assert launch(source, "-n", "3") == 1
+    err = capfd.readouterr().err.splitlines()
+    assert err[-2:] == [
+        "[worker1] ValueError: no",
+        "gradwire launch: worker1 failed with exit status 1 (see above), and so the others "
+        "were ended",
+    ]
+    assert sum("Traceback" in line for line in err) == 1
 
 
 def test_the_status_is_that_of_the_first_failure() -> None:

@@ -19,7 +19,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         [
-            "errors ids options events threads cores",
+            "errors ids options events threads cores tracebacks",
             "_wire",
             "_transport",
             "_rpc",

@@ -26,6 +26,7 @@ from ._wire.pickling import Reducer
 from .errors import ClosedError
 from .ids import WorkerInfo
 from .options import Options
+from .tracebacks import hidden_frames, hide_frames
 from .worker import Worker, open_worker
 
 _process: Worker | None = None
@@ -74,7 +75,7 @@ def init_rpc(  # noqa: PLR0913 torch's signature
         )
     given = rpc_backend_options or Options()
     settings = replace(given, **options) if options else given
-    with _starting:
+    with hidden_frames, _starting:
         if _process is not None and not _process.is_closed:
             raise ClosedError(
                 f"this process is worker {_process.name!r} already: shut it down first"
@@ -103,7 +104,8 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """
     global _process
     worker = current_worker()
-    worker.shutdown(graceful, timeout)
+    with hidden_frames:
+        worker.shutdown(graceful, timeout)
     if worker is _process:
         _process = None
 
@@ -137,7 +139,11 @@ def rpc_sync(
     >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     tensor([4., 4.])
     """
-    return current_worker().rpc_sync(to, func, args, kwargs, timeout)
+    try:
+        return current_worker().rpc_sync(to, func, args, kwargs, timeout)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def rpc_async(
@@ -153,7 +159,11 @@ def rpc_async(
     >>> [future.wait() for future in futures]
     [2, 2, 2, 3]
     """
-    return current_worker().rpc_async(to, func, args, kwargs, timeout)
+    try:
+        return current_worker().rpc_async(to, func, args, kwargs, timeout)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def remote(
@@ -171,7 +181,11 @@ def remote(
     >>> rref.rpc_sync().sum()
     tensor(8.)
     """
-    return current_worker().remote(to, func, args, kwargs, timeout)
+    try:
+        return current_worker().remote(to, func, args, kwargs, timeout)
+    except Exception as error:
+        hide_frames(error)
+        raise
 
 
 def debug_info() -> dict[str, Any]:
@@ -238,14 +252,15 @@ def backward(
     >>> w.grad
     tensor([6., 6.])
     """
-    current_worker().autograd.backward(
-        context_id,
-        roots,
-        retain_graph,
-        create_graph=create_graph,
-        accumulate=accumulate,
-        timeout=timeout,
-    )
+    with hidden_frames:
+        current_worker().autograd.backward(
+            context_id,
+            roots,
+            retain_graph,
+            create_graph=create_graph,
+            accumulate=accumulate,
+            timeout=timeout,
+        )
 
 
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
@@ -261,7 +276,8 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     >>> gradients[x], gradients[y], x.grad
     (tensor([2., 2.]), tensor([2., 2.]), None)
     """
-    return current_worker().autograd.get_gradients(context_id)
+    with hidden_frames:
+        return current_worker().autograd.get_gradients(context_id)
 
 
 def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
@@ -287,26 +303,29 @@ def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
     >>> slope.item(), curvature.item()
     (12.0, 12.0)
     """
-    return current_worker().autograd.grad(
-        context_id,
-        outputs,
-        inputs,
-        grad_outputs,
-        retain_graph=retain_graph,
-        create_graph=create_graph,
-        allow_unused=allow_unused,
-        timeout=timeout,
-    )
+    with hidden_frames:
+        return current_worker().autograd.grad(
+            context_id,
+            outputs,
+            inputs,
+            grad_outputs,
+            retain_graph=retain_graph,
+            create_graph=create_graph,
+            allow_unused=allow_unused,
+            timeout=timeout,
+        )
 
 
 def barrier(timeout: float | None = None) -> None:
     """Wait until all workers have called this."""
-    current_worker().barrier(timeout)
+    with hidden_frames:
+        current_worker().barrier(timeout)
 
 
 def all_gather(value: Any, timeout: float | None = None) -> dict[str, Any]:
     """What every worker gave, by name. All workers call it, in the same order."""
-    return current_worker().all_gather(value, timeout)
+    with hidden_frames:
+        return current_worker().all_gather(value, timeout)
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
@@ -315,7 +334,8 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     >>> get_worker_info("worker1")
     WorkerInfo(name='worker1', id=1)
     """
-    return current_worker().get_worker_info(worker_name)
+    with hidden_frames:
+        return current_worker().get_worker_info(worker_name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:

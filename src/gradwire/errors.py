@@ -15,21 +15,39 @@ GradwireError                 (a RuntimeError, so that code written for torch's 
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class GradwireError(RuntimeError):
     """The root of all errors raised by Gradwire itself."""
+
+    _advice = ""
+    """What to do. It becomes a note, which Python 3.11 prints last."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if self._advice:
+            self.__notes__ = [self._advice]
 
 
 class ClosedError(GradwireError):
     """The worker is shut down, or was never started."""
 
+    _advice = "call init_rpc first, and nothing after shutdown: see ClosedError in docs/errors.md"
+
 
 class NotAllowedError(GradwireError):
     """The receiving worker runs with an allow-list that does not include this."""
 
+    _advice = "name it in the allow=[...] of that worker: see NotAllowedError in docs/errors.md"
+
 
 class WorkerLostError(GradwireError):
     """A worker died, left or cannot be reached; nothing more will come from it."""
+
+    _advice = (
+        "look at what that worker printed last: see WorkerLostError in docs/errors.md"
+    )
 
     def __init__(self, worker: str, reason: str) -> None:
         super().__init__(f"lost worker {worker!r}: {reason}")
@@ -42,6 +60,8 @@ class WorkerLostError(GradwireError):
 
 class CallTimeout(GradwireError, TimeoutError):
     """No answer within the time given. The function may still be running there."""
+
+    _advice = "to find what it waits for, see CallTimeout in docs/errors.md"
 
     def __init__(
         self, call: str, worker: str, seconds: float, reason: str = ""
@@ -63,6 +83,8 @@ class CallTimeout(GradwireError, TimeoutError):
 class BackwardTimeout(GradwireError, TimeoutError):
     """A backward pass did not end within the time given; it was ended on all workers."""
 
+    _advice = "to find the worker it waits for, see BackwardTimeout in docs/errors.md"
+
     def __init__(self, context_id: int, seconds: float) -> None:
         super().__init__(
             f"the backward pass of context {context_id} did not end within {seconds:g} s: a "
@@ -79,25 +101,49 @@ class BackwardTimeout(GradwireError, TimeoutError):
 class StaleReferenceError(GradwireError):
     """The value of a reference was freed: the one who passed it on is gone, or was too slow."""
 
+    _advice = (
+        "keep a reference until whoever you passed it to has it: see StaleReferenceError "
+        "in docs/errors.md"
+    )
+
 
 class OwnersError(GradwireError):
-    """What went wrong on several workers that did one thing together, by name of the worker."""
+    """What went wrong on several workers that did one thing together, by name of the worker.
 
-    def __init__(self, errors: dict[str, Exception]) -> None:
+    `errors` has the exceptions, `traces` where each was raised, as text.
+    """
+
+    _advice = "each of them is in `errors`: see OwnersError in docs/errors.md"
+
+    def __init__(
+        self, errors: dict[str, Exception], traces: dict[str, str] | None = None
+    ) -> None:
         lines = [f"{name}: {type(e).__name__}: {e}" for name, e in errors.items()]
-        super().__init__(f"on {len(errors)} workers:\n" + "\n".join(lines))
+        names: dict[str, list[str]] = {}  # by trace: often all have the same
+        for name, trace in (traces or {}).items():
+            names.setdefault(trace, []).append(name)
+        parts = [f"\non {', '.join(on)}: {trace}" for trace, on in names.items()]
+        super().__init__("\n".join([f"on {len(errors)} workers:", *lines, *parts]))
         self.errors = errors
+        self.traces = traces or {}
 
-    def __reduce__(self) -> tuple[type[OwnersError], tuple[dict[str, Exception]]]:
-        return type(self), (self.errors,)
+    def __reduce__(self) -> tuple[type[OwnersError], tuple[Any, Any]]:
+        return type(self), (self.errors, self.traces)
 
 
 class ProtocolError(GradwireError):
     """The other side sent something that no Gradwire worker sends."""
 
+    _advice = "run the same version of Gradwire on all workers: see ProtocolError in docs/errors.md"
+
 
 class AuthenticationError(ProtocolError):
     """The other side could not prove that it knows the world's key."""
+
+    _advice = (
+        "give all workers the same GRADWIRE_KEY or GRADWIRE_KEY_FILE: see "
+        "AuthenticationError in docs/errors.md"
+    )
 
 
 class RemoteError(GradwireError):

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ._rref.reference import RRef
-from .errors import OwnersError
+from .errors import OwnersError, RemoteError
+from .tracebacks import text_of
 
 Calls = Mapping[str, "tuple[RRef[Any], str, tuple[Any, ...]]"]
 """By name of the owner: an object there, a method of it, and the arguments."""
@@ -55,7 +56,14 @@ def call_all(calls: Calls) -> dict[str, Any]:
         except Exception as error:  # noqa: BLE001 as above
             errors[name] = error
     if len(errors) > 1:
-        raise OwnersError({name: errors[name] for name in calls if name in errors})
+        failed = {name: errors[name] for name in calls if name in errors}
+        raise OwnersError(failed, {name: _trace(e) for name, e in failed.items()})
     if errors:
         raise next(iter(errors.values()))
     return {name: results[name] for name in calls}
+
+
+def _trace(error: Exception) -> str:
+    """Where it was raised: there, or here."""
+    cause = error.__cause__
+    return cause.trace if isinstance(cause, RemoteError) else text_of(error)

@@ -21,7 +21,6 @@ import copy
 import logging
 import threading
 import time
-import traceback
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,6 +28,7 @@ import torch.futures
 
 from .._wire.functions import describe
 from ..errors import ClosedError
+from ..tracebacks import hide_frames, text_of
 
 log = logging.getLogger("gradwire")
 
@@ -95,7 +95,11 @@ class CallFuture(Future):
             self._attend(self, deadline)
             if not self.done():
                 raise TimeoutError(f"{self.fate}: no result after {timeout or 0:g} s")
-        return super().wait()
+        try:
+            return super().wait()
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     def done(self) -> bool:
         return self._result is not _NONE_YET or super().done()
@@ -107,7 +111,13 @@ class CallFuture(Future):
 
     def value(self) -> Any:
         self.fate.seen = True
-        return super().value() if self._result is _NONE_YET else self._result
+        if self._result is not _NONE_YET:
+            return self._result
+        try:
+            return super().value()
+        except Exception as error:
+            hide_frames(error)
+            raise
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
         self.fate.seen = True
@@ -170,7 +180,7 @@ class Failed(NamedTuple):
 
 def keepable(error: BaseException) -> Failed:
     """An exception to be kept, with its text only: frames would keep what the function used."""
-    trace = "".join(traceback.format_exception(error)).rstrip()
+    trace = text_of(error)
     twin = fresh_copy(error).with_traceback(None)
     # They have frames too; the text has it all.
     twin.__cause__ = twin.__context__ = None

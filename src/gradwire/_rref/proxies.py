@@ -6,6 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from ..tracebacks import hide_frames
+
 Invoke = Callable[[Any, str, Any, Any, "float | None"], Any]
 
 
@@ -29,4 +31,8 @@ class Proxy:
         return self._call("__call__", *args, **kwargs)
 
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
-        return self._invoke(self._core, method, args, kwargs, self._timeout)
+        try:
+            return self._invoke(self._core, method, args, kwargs, self._timeout)
+        except Exception as error:
+            hide_frames(error)
+            raise

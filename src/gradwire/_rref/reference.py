@@ -15,6 +15,7 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 from .._rpc.futures import CallFuture
 from ..errors import ClosedError, GradwireError
 from ..ids import WorkerInfo
+from ..tracebacks import hidden_frames, hide_frames
 from .fork import Fork
 from .messages import spell
 from .proxies import Invoke, Proxy
@@ -125,7 +126,8 @@ class RRef(Generic[T]):
                 f"{self!r} has no local value on worker {self._service.me.name!r}: ask for it "
                 f"on its owner {self.owner_name()!r}, or get a copy with to_here()"
             )
-        value: T = self._service.fetch(self._core, None)
+        with hidden_frames:
+            value: T = self._service.fetch(self._core, None)
         return value
 
     def to_here(self, timeout: float | None = None) -> T:
@@ -136,7 +138,11 @@ class RRef(Generic[T]):
             WorkerLostError: the owner is gone.
             Exception: what the function that makes the value raised.
         """
-        value: T = self._service.fetch(self._core, timeout)
+        try:
+            value: T = self._service.fetch(self._core, timeout)
+        except Exception as error:
+            hide_frames(error)
+            raise
         return value
 
     def to_here_async(self, timeout: float | None = None) -> CallFuture:

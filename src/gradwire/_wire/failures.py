@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import builtins
-import traceback
 from typing import Any
 
 import torch
 
 from .. import errors
 from ..errors import RemoteError
+from ..tracebacks import has_other_frames, text_of
 from .messages import Failure
 from .pickling import PickleSerializer, Serializer
 
@@ -18,7 +18,7 @@ def describe_failure(
     error: BaseException, pickler: Serializer | None, trace: str | None = None
 ) -> Failure:
     """An exception as a message; without a pickler, as text only."""
-    trace = trace or "".join(traceback.format_exception(error)).rstrip()
+    trace = trace or _trace_of(error)
     beside: list[torch.Tensor] = []
     pickled = None
     if pickler is not None:
@@ -31,6 +31,14 @@ def describe_failure(
     except Exception:  # noqa: BLE001 user code
         message = "<it cannot be put in words>"
     return Failure(type(error).__qualname__, message, trace, pickled, beside)
+
+
+def _trace_of(error: BaseException) -> str:
+    """Where it was raised; for one that came from another worker and went on at once, there."""
+    cause = error.__cause__
+    if isinstance(cause, RemoteError) and not has_other_frames(error):
+        return cause.trace
+    return text_of(error)
 
 
 def shorten(failure: Failure, most: int) -> Failure:

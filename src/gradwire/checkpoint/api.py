@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from ..optim import DistributedOptimizer
+from ..tracebacks import hidden_frames
 
 
 def save(
@@ -36,7 +37,8 @@ def save(
     """
     from .driver import save_checkpoint
 
-    save_checkpoint(path, model, optimizer, extra)
+    with hidden_frames:
+        save_checkpoint(path, model, optimizer, extra)
 
 
 def load(
@@ -61,4 +63,5 @@ def load(
     """
     from .driver import load_checkpoint
 
-    return load_checkpoint(path, model, optimizer, strict=strict)
+    with hidden_frames:
+        return load_checkpoint(path, model, optimizer, strict=strict)

@@ -65,6 +65,8 @@ class _Launch:
         self._words = [LastWords() for _ in team]
         self._held: list[list[str]] | None = None
         """After Ctrl-C: what each worker wrote to standard error."""
+        self._newest: tuple[int, int] = (-1, 0)
+        """The worker whose lines of standard error were shown last, and how many of them."""
         self._course = Course(set(range(len(team))))
         self._crew = Crew(team, events)
 
@@ -116,10 +118,13 @@ class _Launch:
 
     def _said(self, said: Said) -> None:
         if not said.is_error:
+            self._newest = -1, 0
             self._console.show(said.worker, said.line, is_error=False)
             return
         self._words[said.worker].add(said.line)
         if self._held is None:
+            worker, count = self._newest
+            self._newest = said.worker, count + 1 if worker == said.worker else 1
             self._console.show(said.worker, said.line, is_error=True)
         else:
             self._held[said.worker].append(said.line)
@@ -160,7 +165,10 @@ class _Launch:
         if culprit is not None:
             others = "" if len(self._names) == 1 else ", and so the others were ended"
             lines = self._words[culprit].lines()
-            self._console.say(f"{self._verdict()}{others}", lines)
+            if self._newest[0] == culprit and self._newest[1] >= len(lines) > 0:
+                self._console.say(f"{self._verdict()} (see above){others}")
+            else:
+                self._console.say(f"{self._verdict()}{others}", lines)
 
 
 @contextmanager

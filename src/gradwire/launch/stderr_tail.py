@@ -7,6 +7,7 @@ from collections import deque
 _KEPT = 400  # lines
 _SHOWN = 20  # of them, where no traceback is among them
 _BEGINS = "Traceback (most recent call last):"
+_CAUSE = "gradwire.errors.RemoteError: on worker '"  # before one on another worker
 _ECHO = "lost worker '"  # how `WorkerLostError` begins
 
 
@@ -28,7 +29,7 @@ class LastWords:
         """The traceback, with those that led to it; without one the last lines."""
         lines = list(self._lines)
         for number, line in enumerate(lines):
-            if line == _BEGINS:
+            if line == _BEGINS or line.startswith(_CAUSE):
                 return lines[number:]
         return lines[-_SHOWN:]
 

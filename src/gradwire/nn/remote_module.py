@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from .._rpc.futures import CallFuture
 from .._rref.reference import RRef
 from ..api import remote, rpc_async, rpc_sync
+from ..tracebacks import hidden_frames
 from .device import parse_device
 from .spread_model import PartState, Standin, parameters_behind
 
@@ -87,9 +88,10 @@ class RemoteModule(Standin):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
-        if self.device == "cpu":
-            return self.module_rref.rpc_sync()(*args, **kwargs)
-        return self._there(_forward, self.device, args, kwargs)
+        with hidden_frames:
+            if self.device == "cpu":
+                return self.module_rref.rpc_sync()(*args, **kwargs)
+            return self._there(_forward, self.device, args, kwargs)
 
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
         """The future of what the module returns."""

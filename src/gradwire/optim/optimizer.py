@@ -20,6 +20,7 @@ from torch import Tensor
 from .._rref.reference import RRef
 from ..api import get_gradients, remote
 from ..fanout import call_all
+from ..tracebacks import hidden_frames
 from .groups import (
     Share,
     changes,
@@ -65,8 +66,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._make = (optimizer_class, args, kwargs)
         self.owners: dict[str, RRef[LocalOptimizer]] = {}
         self.shares: dict[str, Share] = {}
-        super().__init__(params_rref, {})  # torch's own hands us the groups one by one
-        self._give_out(0)
+        with hidden_frames:
+            super().__init__(
+                params_rref, {}
+            )  # torch's own hands us the groups one by one
+            self._give_out(0)
 
     def __repr__(self) -> str:
         counts = {name: len(share.positions) for name, share in self.shares.items()}
@@ -92,7 +96,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             name: (self.owners[name], "step", (context_id, settings or None))
             for name, settings in changed.items()
         }
-        call_all(calls)
+        with hidden_frames:
+            call_all(calls)
         for name, settings in changed.items():
             for number, values in settings.items():
                 self.shares[name].told[number].update(values)
@@ -164,7 +169,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
             settings = {i: saved[number] for i, number in enumerate(share.groups)}
             state = self._apart(name, split_state(share, state_dict))
             calls[name] = (self.owners[name], "load_state", (state, settings))
-        described = call_all(calls)
+        with hidden_frames:
+            described = call_all(calls)
         for group, loaded in zip(self.param_groups, saved, strict=True):
             group.update(deepcopy(loaded))
         self._note(described)
@@ -173,7 +179,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def call_owners(self, method: str, *args: Any) -> dict[str, Any]:
         """Call a method of every owner's `LocalOptimizer`; what they return, by name."""
-        return call_all({n: (owner, method, args) for n, owner in self.owners.items()})
+        calls = {n: (owner, method, args) for n, owner in self.owners.items()}
+        with hidden_frames:
+            return call_all(calls)
 
     def _apart(self, name: str, state: Any) -> Any:
         """State that shares nothing with who has it; from and to elsewhere it is a copy anyway."""
