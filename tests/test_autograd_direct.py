@@ -27,7 +27,7 @@ from gradwire._autograd.messages import Abort, Direct, Step
 from gradwire._autograd.recording import look_at_graph
 from gradwire._autograd.rounds import Record
 from gradwire._autograd.strands import Strands
-from gradwire._wire.packets import Packet
+from gradwire._wire.messages import TensorMessage
 from gradwire.errors import GradwireError, ProtocolError
 
 close = torch.testing.assert_close
@@ -584,23 +584,25 @@ def test_a_message_says_which_gradients_are_for_which_send(
 def test_messages_that_make_no_sense_are_refused(change: Any) -> None:
     said = messages.direct(messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])])
     with pytest.raises(ProtocolError):
-        messages.read_direct(Direct(*change(*said)))
+        messages.read_direct(Direct(*change(said.numbers, said.tensors)))
     answer = messages.pack_followed([(5, [torch.ones(3)])], {1, 2}, [3])
     with pytest.raises(ProtocolError):
-        messages.unpack_followed(Packet(*change(*answer)))
+        messages.unpack_followed(TensorMessage(*change(answer.numbers, answer.tensors)))
 
 
 @pytest.mark.parametrize("count", [-9, -1, 9, 1 << 40])
 def test_counts_that_make_no_sense_are_refused(count: int) -> None:
     trip, plain = messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])]
-    facts, gradients = messages.direct(trip, plain, {7: 8})
+    said = messages.direct(trip, plain, {7: 8})
+    facts, gradients = said.numbers, said.tensors
     for changed in ([*facts[:5], count, *facts[6:]], facts[:5]):
         with pytest.raises(ProtocolError):
             messages.read_direct(Direct(changed, gradients))
-    facts, gradients = messages.pack_followed(plain, {1, 2}, [3])
+    answer = messages.pack_followed(plain, {1, 2}, [3])
+    facts, gradients = answer.numbers, answer.tensors
     for changed in ([count, *facts[1:]], [facts[0], count, *facts[2:]], facts[:1]):
         with pytest.raises(ProtocolError):
-            messages.unpack_followed(Packet(changed, gradients))
+            messages.unpack_followed(TensorMessage(changed, gradients))
 
 
 @pytest.mark.parametrize("answer", [7, "x", (), ((1,), 2), ((1.5,), ()), (1, "x")])

@@ -27,20 +27,19 @@ from gradwire._transport.frame_reader import StreamReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import safe_encoding
 from gradwire._wire.codec import (
+    COMPILED,
     CUSTOM,
-    GENERAL,
-    PLAIN_GENERAL,
-    PLAIN_SHORT,
-    SHORT,
+    PICKLED,
+    SAFE,
+    SAFE_COMPILED,
     Codec,
     Manner,
 )
 from gradwire._wire.frames import HEADER, Frame, Limits, Parcel
 from gradwire._wire.messages import CALL, FAILURE, RESULT, Call, Result
 from gradwire._wire.pickling import PickleSerializer
-from gradwire._wire.signature_decoder import Decoder, load_plain
-from gradwire._wire.signature_encoder import Encoder, Subject, dump_plain
-from gradwire._wire.tensor_prealloc import Stock
+from gradwire._wire.signature_decoder import Decoder, load_safely
+from gradwire._wire.signature_encoder import Encoder, Subject, dump_safely
 from gradwire.errors import NotAllowedError, ProtocolError
 
 
@@ -72,6 +71,8 @@ A, B = torch.randn(2, 3), torch.randn(4)
         (((1,),), True),
         ([1, (2, {"a": None})], True),
         ([[[[[1]]]]], False),  # deep
+        ((1,) * 100, True),
+        ((1 << 63, 1), False),
         (list(range(100)), False),  # long
         ({(1, 2): 3}, False),
         ({1, 2}, False),
@@ -82,7 +83,7 @@ def test_common_results_go_the_short_way(
     value: Any, is_short: bool, manner: Manner
 ) -> None:
     parcel = Codec(LIMITS).result(value, manner)
-    short = PLAIN_SHORT if manner.plain else SHORT
+    short = SAFE_COMPILED if manner.plain else COMPILED
     assert (parcel.encoding == short) is is_short
     arrived = received(parcel, manner)
     assert arrived == Result(value)
@@ -91,7 +92,7 @@ def test_common_results_go_the_short_way(
 
 def test_tensors_go_the_short_way_alone_or_in_a_tuple(manner: Manner) -> None:
     parcel = Codec(LIMITS).result((A, None, B, "x"), manner)
-    assert parcel.encoding in (SHORT, PLAIN_SHORT)
+    assert parcel.encoding in (COMPILED, SAFE_COMPILED)
     first, nothing, second, text = received(parcel, manner).value
     assert_same(first, A)
     assert_same(second, B)
@@ -102,7 +103,7 @@ def test_a_call_arrives_with_arguments_keywords_and_modes(manner: Manner) -> Non
     modes = (False, True, True, (("cpu", "bfloat16"),))
     call = Call(torch.add, (A, 1, None), {"alpha": 2, "other": B}, modes)
     parcel = Codec(LIMITS).call(call, manner)
-    assert parcel.encoding in (SHORT, PLAIN_SHORT)
+    assert parcel.encoding in (COMPILED, SAFE_COMPILED)
     arrived = received(parcel, manner)
     assert arrived.function == "torch:add"
     assert arrived.args[1:] == (1, None)
@@ -181,7 +182,7 @@ def test_a_signature_is_understood_once_and_remembered(
 
 def test_tensors_that_share_memory_go_the_general_way(manner: Manner) -> None:
     parcel = Codec(LIMITS).call(call_of(double, A, A[0]), manner)
-    assert parcel.encoding in (GENERAL, PLAIN_GENERAL)
+    assert parcel.encoding in (PICKLED, SAFE)
 
 
 SQUARE = torch.arange(9.0).reshape(3, 3)
@@ -211,6 +212,81 @@ def test_tensors_of_a_known_signature_are_looked_at_all_the_same(
     assert len(storages) == (1 if is_shared else 2)
 
 
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_tensor_that_is_there_twice_arrives_as_one(
+    grad: bool, manner: Manner
+) -> None:
+    x, large = A.clone().requires_grad_(grad), torch.zeros(LARGE)
+    for values in ((x, x), (B, x, large, x, large), (torch.ones(0),) * 2):
+        parcel = Codec(LIMITS).call(call_of(double, *values, key=values[1]), manner)
+        assert parcel.encoding in (COMPILED, SAFE_COMPILED)
+        arrived = received(parcel, manner)
+        there = [*arrived.args, arrived.kwargs["key"]]
+        here = [*values, values[1]]
+        for got, sent in zip(there, here, strict=True):
+            assert_same(got, sent)
+        assert _repeats(there) == _repeats(here)
+
+
+def _repeats(values: list[Any]) -> list[int]:
+    """For each value, the place of the first that is the same object."""
+    ids = [id(value) for value in values]
+    return [ids.index(each) for each in ids]
+
+
+NESTED: list[Any] = [
+    [A, B],
+    (A, (B, None, [A + 1])),
+    {"weight": A, "more": {"bias": B, "numbers": (1, 2.5)}, "text": "x", "none": None},
+    [(A, 1), (B, 2), {"deep": [(A * 2,)]}],
+    [[A], "x", [1, 2], (1, 2), {"a": 1}],
+    [torch.zeros(LARGE), A],
+]
+
+
+@pytest.mark.parametrize("value", NESTED, ids=range(len(NESTED)))
+def test_tensors_in_lists_tuples_and_dicts_are_compiled(
+    value: Any, manner: Manner
+) -> None:
+    parcel = Codec(LIMITS).result(value, manner)
+    assert parcel.encoding in (COMPILED, SAFE_COMPILED)
+    assert_alike(received(parcel, manner).value, value)
+    arrived = called(call_of(double, value, key=value), manner)
+    assert_alike([*arrived.args, arrived.kwargs["key"]], [value, value])
+
+
+def assert_alike(got: Any, sent: Any) -> None:
+    assert type(got) is type(sent)
+    if isinstance(sent, torch.Tensor):
+        assert_same(got, sent)
+    elif isinstance(sent, dict):
+        assert list(got) == list(sent)
+        assert_alike(list(got.values()), list(sent.values()))
+    elif isinstance(sent, (list, tuple)):
+        for each, other in zip(got, sent, strict=True):
+            assert_alike(each, other)
+    else:
+        assert got == sent
+
+
+@pytest.mark.parametrize(
+    "value", [[A], {"a": A}, [list(range(50))], [1, [2]], [[0] * 40, A]]
+)
+def test_a_list_or_dict_that_is_there_twice_stays_one(value: Any) -> None:
+    first, second = called(call_of(double, value, value)).args
+    assert first is second
+    assert_alike(first, value)
+    inside, outside = called(call_of(double, [value, A], value)).args
+    assert inside[0] is outside
+
+
+def test_keys_that_are_equal_and_not_the_same_are_kept(manner: Manner) -> None:
+    codec = Codec(LIMITS)
+    for key in (1, True, 1.0, "1"):
+        (got,) = received(codec.result({key: A}, manner), manner).value
+        assert type(got) is type(key)
+
+
 def test_one_that_is_negative_is_sent_as_what_it_means(manner: Manner) -> None:
     codec = Codec(LIMITS)
     codec.result(torch.ones(1), manner)
@@ -224,7 +300,7 @@ def test_a_long_signature_goes_the_general_way(manner: Manner) -> None:
     tensors = tuple(torch.full((1,), float(i)) for i in range(500))
     for _ in range(2):  # also when it is known to be long
         parcel = codec.result(tensors, manner)
-        assert parcel.encoding in (GENERAL, PLAIN_GENERAL)
+        assert parcel.encoding in (PICKLED, SAFE)
         assert torch.cat(received(parcel, manner).value).tolist() == list(range(500))
 
 
@@ -240,14 +316,14 @@ def test_a_known_signature_that_is_cut_off_is_refused(value: Any) -> None:
 
 
 def test_the_signatures_remembered_are_bounded() -> None:
-    encoder = Encoder(PLAIN_SHORT, dump_plain, LIMITS)
-    decoder = Decoder(load_plain, Stock())
+    encoder = Encoder(SAFE_COMPILED, dump_safely, LIMITS)
+    decoder = Decoder(load_safely, {CALL: Call}, LIMITS)
     for number in range(1000):
-        subject: Subject = (CALL, f"module:{number}" + "x" * 3000, (), None, False)
-        parcel, _ = encoder.encode(subject, ()) or pytest.fail("not the short way")
-        plan, values = decoder.decode(parcel.arrive(1))
-        assert (plan.subject, values) == (subject, ())
-    assert sum(map(len, decoder._known)) <= 1 << 20
+        subject: Subject = (f"module:{number}" + "x" * 3000, (), None)
+        parcel, _ = encoder.encode(CALL, subject, ()) or pytest.fail("not compiled")
+        call, _ = decoder.decode(parcel.arrive(1))
+        assert call == Call(subject[0], (), {}, None)
+    assert sum(len(signature) for _, signature in decoder._known) <= 1 << 20
 
 
 SMALL_TENSORS = st.tuples(
@@ -316,7 +392,7 @@ ENDLESS = torch.empty(1 << 40, device="meta")  # more items than fit in memory
 
 
 def plain_frame(kind: int, data: Any) -> Frame:
-    return Frame(kind, PLAIN_GENERAL, 1, bytes(8) + safe_encoding.dumps(data, []))
+    return Frame(kind, SAFE, 1, bytes(8) + safe_encoding.dumps(data, []))
 
 
 @pytest.mark.parametrize(
@@ -329,6 +405,7 @@ def plain_frame(kind: int, data: Any) -> Frame:
         (FAILURE, (1, 2, 3, None, [])),
         (FAILURE, ("only one",)),
         (FAILURE, ENDLESS),
+        (RESULT, ()),
         (CALL, ("a:b", ENDLESS, {}, None)),
         (CALL, ("a:b", (), ENDLESS, None)),
         (CALL, ("a:b", (), {}, ENDLESS)),
@@ -341,35 +418,55 @@ def test_a_message_with_wrong_fields_is_a_protocol_error(
         note_codec().open(plain_frame(kind, fields))
 
 
-def short_frame(kind: int, subject: Any, specs: Any, rest: bytes = b"") -> Frame:
+def compiled_frame(kind: int, subject: Any, specs: Any, rest: bytes = b"") -> Frame:
     specs = tuple(specs) if type(specs) is list else specs
-    signature = safe_encoding.dumps((subject, specs), [])
+    signature = safe_encoding.dumps((*subject, specs), [])
     body = len(signature).to_bytes(4, "little") + signature + rest
-    return Frame(kind, PLAIN_SHORT, 1, body)
+    return Frame(kind, SAFE_COMPILED, 1, body)
 
 
-ABOUT_CALL = (CALL, "a:b", (), None, False)
+ABOUT_CALL = ("a:b", (), None)
+ABOUT_RESULT = (None, (), None)
+
+
+def nested(depth: int) -> Any:
+    return ("(", (nested(depth - 1),)) if depth else None
 
 
 @pytest.mark.parametrize(
     ("kind", "subject", "specs"),
     [
         (FAILURE, ABOUT_CALL, []),
-        (RESULT, ABOUT_CALL, []),  # not one value
-        (CALL, (CALL, None, (), None, False), []),
-        (CALL, (CALL, "a:b", ("x",), None, False), []),  # a keyword without a value
-        (CALL, (CALL, "a:b", (5,), None, False), [None]),
-        (CALL, (CALL, "a:b", 5, None, False), []),
-        (CALL, (CALL, 5, (), None, False), []),
-        (CALL, (CALL, "a:b", (), "modes", False), []),
-        (CALL, (CALL, "a:b", (), None, 1), []),
-        (CALL, (CALL, "a:b"), 5),
-        (CALL, 5, []),
-        (CALL, ENDLESS, []),
+        (FAILURE, ABOUT_RESULT, ["d", "d", "d", None, "d"]),
+        (RESULT, ABOUT_CALL, [None]),
+        (RESULT, ABOUT_RESULT, []),  # not one value
+        (RESULT, ABOUT_RESULT, [None, None]),
+        (CALL, ABOUT_RESULT, []),
+        (CALL, ABOUT_RESULT, ["d", "d", "d", None]),
+        (17, ABOUT_RESULT, []),  # nobody has registered it
+        (CALL, ("a:b", ("x",), None), []),  # a keyword without a value
+        (CALL, ("a:b", (5,), None), [None]),
+        (CALL, ("a:b", 5, None), []),
+        (CALL, (5, (), None), []),
+        (CALL, ("a:b", (), "modes"), []),
+        (CALL, ("a:b", ()), 5),
+        (CALL, (), []),
+        (CALL, (ENDLESS,), []),
         (CALL, ABOUT_CALL, ENDLESS),
         (CALL, ABOUT_CALL, [ENDLESS]),
         (CALL, ABOUT_CALL, [(0, ENDLESS, False, -1)]),
-        (CALL, ABOUT_CALL, [0]),  # no data follow
+        (CALL, ABOUT_CALL, ["d"]),  # no data follow
+        (CALL, ABOUT_CALL, ["x"]),
+        (CALL, ABOUT_CALL, [0]),  # no tensor 0
+        (CALL, ABOUT_CALL, [True]),
+        (CALL, ABOUT_CALL, [1.5]),
+        (CALL, ABOUT_CALL, [()]),
+        (CALL, ABOUT_CALL, [("[",)]),
+        (CALL, ABOUT_CALL, [("[", ENDLESS)]),
+        (CALL, ABOUT_CALL, [("<", ())]),
+        (CALL, ABOUT_CALL, [("{", (), (None,))]),
+        (CALL, ABOUT_CALL, [("{", (ENDLESS,), (None,))]),
+        (CALL, ABOUT_CALL, [nested(5)]),
         (CALL, ABOUT_CALL, [(0, (2,), False, -1)]),  # no bytes follow
         (CALL, ABOUT_CALL, [(0, (), False)]),
         (CALL, ABOUT_CALL, [(99, (), False, -1)]),
@@ -388,14 +485,14 @@ ABOUT_CALL = (CALL, "a:b", (), None, False)
 def test_a_signature_that_makes_no_sense_is_a_protocol_error(
     kind: int, subject: Any, specs: Any
 ) -> None:
-    frame = short_frame(kind, subject, specs)
+    frame = compiled_frame(kind, subject, specs)
     with pytest.raises(ProtocolError):
         Codec(LIMITS).open(frame)
 
 
 @pytest.mark.parametrize("data", [{}, {"a": 1}, 5, None, [], "", ([],), [1], [1, 2, 3]])
 def test_data_that_do_not_fit_their_signature_are_a_protocol_error(data: Any) -> None:
-    frame = short_frame(CALL, ABOUT_CALL, (0, 0), safe_encoding.dumps(data, []))
+    frame = compiled_frame(CALL, ABOUT_CALL, ("d", "d"), safe_encoding.dumps(data, []))
     with pytest.raises(ProtocolError, match="data does not fit"):
         Codec(LIMITS).open(frame)
 
@@ -459,7 +556,7 @@ def test_a_custom_serializer_takes_the_place_of_pickle() -> None:
 
 def test_a_custom_serializer_is_not_used_with_an_allow_list() -> None:
     parcel = Codec(LIMITS, custom=Backwards()).result(7, PLAIN)
-    assert parcel.encoding == PLAIN_GENERAL
+    assert parcel.encoding == SAFE
     assert received(parcel, PLAIN) == Result(7)
 
 

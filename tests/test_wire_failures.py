@@ -10,7 +10,7 @@ import torch
 
 from carrying import LARGE, LIMITS, PICKLE, PLAIN, assert_same, received
 from gradwire._wire import safe_encoding
-from gradwire._wire.codec import PLAIN_GENERAL, Codec, Manner
+from gradwire._wire.codec import SAFE, Codec, Manner
 from gradwire._wire.failures import revive_failure
 from gradwire._wire.frames import Frame, Limits
 from gradwire._wire.messages import FAILURE, Failure
@@ -184,4 +184,4 @@ def test_a_worker_with_an_allow_list_unpickles_no_exception() -> None:
     fields: Any = ("ValueError", "x", "trace", b"a pickle", [])
     body = bytes(8) + safe_encoding.dumps(fields, [])
     with pytest.raises(NotAllowedError, match="no pickles"):
-        Codec(LIMITS, plain_only=True).open(Frame(FAILURE, PLAIN_GENERAL, 1, body))
+        Codec(LIMITS, plain_only=True).open(Frame(FAILURE, SAFE, 1, body))

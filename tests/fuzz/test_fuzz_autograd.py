@@ -17,7 +17,7 @@ from autograd_programs import check, check_twice, draw, make_leaves, recorded
 from autograd_world import Autograds, Raises, autograds
 from conftest import FUZZ
 from gradwire._transport.faulty import Faults
-from gradwire._wire.packets import PacketEncoder
+from gradwire._wire.signature_encoder import Encoder
 from gradwire.api import enter
 from gradwire.errors import GradwireError
 from gradwire.testing import World
@@ -58,7 +58,7 @@ def test_programs_that_hypothesis_draws() -> None:
         assert world.contexts() == 0
 
 
-WAYS = ["in order", "overtaking", "delayed and repeated", "without packets"]
+WAYS = ["in order", "overtaking", "delayed and repeated", "by pickle"]
 
 
 @pytest.fixture(params=WAYS)
@@ -69,10 +69,10 @@ def world(
         "in order": {},
         "overtaking": {"seed": fuzz_seed},
         "delayed and repeated": {"seed": fuzz_seed, "faults": FAULTS},
-        "without packets": {},
+        "by pickle": {},
     }[request.param]
-    if request.param == "without packets":  # as those on devices go
-        monkeypatch.setattr(PacketEncoder, "encode", lambda *_: None)
+    if request.param == "by pickle":  # as those on devices go
+        monkeypatch.setattr(Encoder, "encode_tensors", lambda *_: None)
     with autograds(WORKERS, **options) as world:
         yield world
 

@@ -21,12 +21,11 @@ import torch
 from gradwire._transport.frame_reader import StreamReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import dense_tensors
-from gradwire._wire.codec import PLAIN_GENERAL, PLAIN_SHORT, SHORT, Codec, Manner
+from gradwire._wire.codec import COMPILED, SAFE, SAFE_COMPILED, Codec, Manner
 from gradwire._wire.frames import HEADER, Frame, Limits, Parcel
-from gradwire._wire.messages import CALL, GOODBYE, PING, Call
+from gradwire._wire.messages import CALL, GOODBYE, PING, RESULT, Call, Result
 from gradwire._wire.pickling import PickleSerializer
 from gradwire._wire.signature_decoder import Decoder
-from gradwire._wire.tensor_prealloc import Stock
 from gradwire.errors import NotAllowedError, ProtocolError
 
 STREAMS = 5000  # per seed; 20 seeds make the 100,000
@@ -113,7 +112,7 @@ def bodies() -> list[bytes]:
 
 @cache
 def plain_frames() -> list[Frame]:
-    return [f for f in frames() if f.encoding in (PLAIN_SHORT, PLAIN_GENERAL)]
+    return [f for f in frames() if f.encoding in (SAFE_COMPILED, SAFE)]
 
 
 # Mutants
@@ -284,7 +283,8 @@ def test_mutated_tables_and_signatures_are_understood_or_refused(
     fuzz_seed: int,
 ) -> None:
     mutator = Mutator(fuzz_seed)
-    decoder = Decoder(lambda data: [None] * 3, Stock())
+    types = {CALL: Call, RESULT: Result}
+    decoder = Decoder(lambda data: [None] * 3, types, LIMITS)
     for _ in range(TABLES):
         body = memoryview(bytes(mutator.mutant(bodies())))
         area = mutator.random.choice(frames()).area
@@ -296,9 +296,10 @@ def test_mutated_tables_and_signatures_are_understood_or_refused(
             assert used <= len(body)
             touch(arrived)
         try:
-            frame = Frame(CALL, SHORT, 1, body)
+            frame = Frame(CALL, COMPILED, 1, body)
             frame.area = area
-            touch(decoder.decode(frame)[1])
+            decoded, _ = decoder.decode(frame)
+            touch([getattr(decoded, name) for name in decoded.__slots__])
         except ProtocolError:
             pass
 
@@ -309,7 +310,7 @@ def test_what_is_not_mutated_is_read() -> None:
     for sent, stream in zip(frames(), streams(), strict=False):
         for frame in read(bytearray(stream), chance, Recycler()):
             assert frame.body == sent.body
-            if frame.encoding in (PLAIN_SHORT, PLAIN_GENERAL):
+            if frame.encoding in (SAFE_COMPILED, SAFE):
                 codec.open(frame)
             else:
                 with pytest.raises(NotAllowedError):

@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
-from .._wire.torch_modes import is_watched
 from . import device_queues
 from .graph import Segment
 from .messages import CREATE, QUIET, RETAIN
 from .nodes import TOKEN, Crossing, Gradients, Run, here
+from .torch_modes import is_watched
 
 _USUAL = torch.float32
 _ahead: list[Tensor] = []  # gradients of roots to come, each for one

@@ -1,7 +1,7 @@
 """What workers say to each other about contexts and passes.
 
-A message of a pass is numbers and tensors, and so are most answers to it: they travel as packets
-(`_wire/packets.py`). A gradient that is missing is None among the tensors.
+A message of a pass is numbers and tensors, and so are most answers to it: they are
+`TensorMessage`s. A gradient that is missing is None among the tensors.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from itertools import islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .._wire.packets import Packet, apart, is_packet
+from .._wire.messages import TensorMessage, are_numbers_and_tensors
 from ..errors import ProtocolError
 from .actions import Words
 
@@ -42,7 +42,7 @@ shortcuts were taken."""
 NO_SHORTCUTS: Shortcuts = MappingProxyType({})
 
 
-class Step(Packet):
+class Step(TensorMessage):
     """A worker → another, in a pass: here are gradients for your sends, others will get none.
 
     The numbers: the pass, what is said (`Words`), and what the gradients are for.
@@ -51,7 +51,7 @@ class Step(Packet):
     __slots__ = ()
 
 
-class Direct(Packet):
+class Direct(TensorMessage):
     """A worker → another, in a direct pass: here are gradients for your sends.
 
     The numbers: those of the trip, the shortcuts, and what the gradients are for.
@@ -188,7 +188,7 @@ def read_direct(direct: Direct) -> tuple[Trip, list[Plain], Shortcuts]:
     Raises:
         ProtocolError: it makes no sense, or a gradient is missing.
     """
-    facts, gradients = direct
+    facts, gradients = direct.numbers, direct.tensors
     if len(facts) <= _TRIP:
         raise ProtocolError("a message of a pass ends too early")
     trip, count = Trip(*facts[:_TRIP]), facts[_TRIP]
@@ -209,7 +209,7 @@ def pack_followed(
     if not (deliveries or parked or taken):
         return None
     facts = [len(parked), len(taken), *parked, *taken]
-    return Packet(facts, _put_plain(facts, deliveries))
+    return TensorMessage(facts, _put_plain(facts, deliveries))
 
 
 def unpack_followed(answer: Any) -> Followed | Failed:
@@ -220,11 +220,10 @@ def unpack_followed(answer: Any) -> Followed | Failed:
     """
     if answer is None:
         return [], (), ()
-    if type(answer) is not Packet:
-        answer = _packet_or_failed(answer)
-        if type(answer) is Failed:
-            return answer
-    facts, gradients = answer
+    message = _tensors_or_failed(answer)
+    if isinstance(message, Failed):
+        return message
+    facts, gradients = message.numbers, message.tensors
     if len(facts) < _COUNTS:
         raise ProtocolError("an answer of a pass ends too early")
     middle = _COUNTS + facts[0]
@@ -269,14 +268,14 @@ def pack(answer: Outcome | Noted) -> Any:
         if not answer.deliveries:
             return None
         facts = [0]
-        return Packet(facts, _put_deliveries(facts, answer.deliveries))
+        return TensorMessage(facts, _put_deliveries(facts, answer.deliveries))
     assert type(answer) is Noted
     if answer.words is None and not answer.deliveries:
         return int(answer.is_engaged)
     facts = [1, answer.is_engaged, answer.words is not None]
     if answer.words is not None:
         _put_words(facts, answer.words)
-    return Packet(facts, _put_deliveries(facts, answer.deliveries))
+    return TensorMessage(facts, _put_deliveries(facts, answer.deliveries))
 
 
 def unpack(answer: Any) -> Outcome | Noted:
@@ -289,28 +288,29 @@ def unpack(answer: Any) -> Outcome | Noted:
         return _DONE
     if type(answer) is int and answer in _SHORT:
         return _SHORT[answer]
-    packet = _packet_or_failed(answer)
-    if isinstance(packet, Failed):
-        return packet
-    with _Reading(packet.numbers) as facts:
+    message = _tensors_or_failed(answer)
+    if isinstance(message, Failed):
+        return message
+    with _Reading(message.numbers) as facts:
         if not next(facts):
-            return Done(_take_deliveries(facts, packet.tensors))
+            return Done(_take_deliveries(facts, message.tensors))
         is_engaged, has_words = bool(next(facts)), next(facts)
         words = _take_words(facts) if has_words else None
-        return Noted(is_engaged, words, _take_deliveries(facts, packet.tensors))
+        return Noted(is_engaged, words, _take_deliveries(facts, message.tensors))
 
 
 def over(context: int, number: int, outcome: Outcome) -> Over:
     """That a pass has ended here, for the engager."""
     packed = pack(outcome)
-    return Over(context, number, apart(packed) if type(packed) is Packet else packed)
+    is_message = type(packed) is TensorMessage
+    return Over(context, number, packed.unshared() if is_message else packed)
 
 
-def _packet_or_failed(answer: Any) -> Packet | Failed:
-    if type(answer) is Packet:
+def _tensors_or_failed(answer: Any) -> TensorMessage | Failed:
+    if type(answer) is TensorMessage:
         return answer
-    if is_packet(answer):  # it came another way
-        return Packet(*answer)
+    if are_numbers_and_tensors(answer):  # it came in an `Over`
+        return TensorMessage(*answer)
     if type(answer) is tuple and len(answer) == _FAILED and type(answer[0]) is int:
         return Failed(*answer[1:])
     raise ProtocolError("an answer of a backward pass makes no sense")

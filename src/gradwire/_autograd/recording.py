@@ -31,7 +31,6 @@ class Recording:
         self._take_word = autograd.releases.take
         self.current = autograd.contexts.current
         self.check = check_kinds
-        self.prepare = make_recv
 
     def leaving(
         self, context: Context, to: int, parcel: Parcel, tensors: Sequence[Tensor]
@@ -57,8 +56,7 @@ class Recording:
         context = self._find(frame.scope)
         context.known.add(sender)
         if tensors and frame.mark:
-            node = frame.history or make_recv(tensors)
-            context.add_recv(frame.mark, sender, node)
+            context.add_recv(frame.mark, sender, make_recv(tensors))
         elif tensors:
             require_grad(tensors)
         return context

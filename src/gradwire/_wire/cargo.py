@@ -53,18 +53,12 @@ class Recorder(Protocol):
     ) -> None:
         """A message of a context leaves, with these: what there is to say goes onto the parcel."""
 
-    def prepare(self, tensors: Sequence[torch.Tensor]) -> Any:
-        """Give tensors ahead, in place, the history of such that came together.
-
-        If they are those of a message with a mark, this becomes the `history` of its frame.
-        """
-
     def arrived(
         self, frame: Frame, sender: int, tensors: Sequence[torch.Tensor]
     ) -> Any:
         """A message of a context came, with these that are to require grad; the context.
 
-        With a mark they get their history, in place, or have it; without, they are leaves.
+        With a mark they get their history, in place; without, they are leaves.
         """
 
 
@@ -78,9 +72,6 @@ class NoRecorder:
         return None
 
     def leaving(self, context: Any, to: int, parcel: Any, tensors: Any) -> None:
-        return None
-
-    def prepare(self, tensors: Any) -> None:
         return None
 
     def arrived(self, frame: Frame, sender: int, tensors: Any) -> None:

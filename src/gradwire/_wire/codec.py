@@ -1,16 +1,15 @@
 """Messages as parcels, and frames as messages.
 
 Which encoding is used depends on who is addressed (`Manner`): pickle between workers that trust
-each other with it, the plain encoding to and from workers with an allow-list, the user's own
-serializer where there is one. A worker with an allow-list decodes the plain encodings only.
+each other with it, the safe encoding to and from workers with an allow-list, the user's own
+serializer where there is one. A worker with an allow-list decodes the safe encodings only.
 
     encoding          body
-    1  SHORT          a signature and raw values (`signature_encoder.py`), data by pickle
-    2  GENERAL        a table of tensors (`dense_tensors.py`), then a pickle
-    3  PLAIN_SHORT    like 1, data in the plain encoding
-    4  PLAIN_GENERAL  like 2, with the plain encoding
+    1  COMPILED       a signature and raw values (`signature_encoder.py`), other data by pickle
+    2  PICKLED        a table of tensors (`dense_tensors.py`), then a pickle
+    3  SAFE_COMPILED  like 1, other data in the safe encoding
+    4  SAFE           like 2, with the safe encoding
     5  CUSTOM         like 2, with the user's serializer
-    6  PACKET         numbers and tensors (`packets.py`), to and from everyone
 """
 
 from __future__ import annotations
@@ -23,24 +22,32 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import NotAllowedError, ProtocolError
-from . import dense_tensors, packets, raw_bytes, safe_encoding
+from . import dense_tensors, raw_bytes, safe_encoding
 from .cargo import Cargo, Carrier, NoRecorder, Recorder, require_grad
 from .failures import describe_failure, shorten
-from .fields import Fields, are_ids, fields_are_right, fields_of_failure, getter
 from .frames import Frame, Limits, Parcel
 from .functions import Names, describe
-from .messages import CALL, FAILURE, FIRST_UPPER, RESULT, Call, Failure, Result
-from .packets import Packet, PacketDecoder, PacketEncoder
+from .messages import (
+    CALL,
+    FAILURE,
+    FIRST_UPPER,
+    RESULT,
+    Call,
+    Failure,
+    GetFields,
+    Result,
+    TensorMessage,
+    fields_of_failure,
+    getter,
+    has_right_fields,
+)
 from .pickling import PickleSerializer, Reducer, Serializer
-from .signature_decoder import Decoder, load_plain
-from .signature_encoder import Encoder, Subject, dump_pickle, dump_plain
-from .tensor_prealloc import Stock
+from .signature_decoder import Decoder, load_safely
+from .signature_encoder import NO_SUBJECT, Encoder, Subject, dump_pickle, dump_safely
 
-SHORT, GENERAL, PLAIN_SHORT, PLAIN_GENERAL, CUSTOM, PACKET = 1, 2, 3, 4, 5, 6
+COMPILED, PICKLED, SAFE_COMPILED, SAFE, CUSTOM = 1, 2, 3, 4, 5
 _NO_NAMES: tuple[str, ...] = ()
-_RESULT: Subject = (RESULT, None, (), None, False)
-_SPREAD_RESULT: Subject = (RESULT, None, (), None, True)
-_Upper = tuple[Subject, Fields, bool]  # the flag is that of `Codec.register`
+_Upper = tuple[GetFields, bool]  # the flag is that of `Codec.register`
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
@@ -76,22 +83,19 @@ class Codec:
         self._upper: dict[type, _Upper] = {}
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
-            False: Encoder(SHORT, dump_pickle, limits),
-            True: Encoder(PLAIN_SHORT, dump_plain, limits),
+            False: Encoder(COMPILED, dump_pickle, limits),
+            True: Encoder(SAFE_COMPILED, dump_safely, limits),
         }
-        self._stock = Stock()
-        self._decoders = {PLAIN_SHORT: Decoder(load_plain, self._stock)}
-        self._packets = PacketEncoder(PACKET)
-        self._packet_decoder = PacketDecoder(self._stock)
-        self._loaders: dict[int, Serializer] = {PLAIN_GENERAL: safe_encoding}
+        self._decoders = {SAFE_COMPILED: Decoder(load_safely, self._types, limits)}
+        self._loaders: dict[int, Serializer] = {SAFE: safe_encoding}
         if not plain_only:
-            self._decoders[SHORT] = Decoder(pickle.loads, self._stock)
-            self._loaders[GENERAL] = PickleSerializer(self._reducers, same_main=True)
+            self._decoders[COMPILED] = Decoder(pickle.loads, self._types, limits)
+            self._loaders[PICKLED] = PickleSerializer(self._reducers, same_main=True)
             if custom is not None:
                 self._loaders[CUSTOM] = custom
 
     def register(self, kind: int, message: type, *, in_context: bool = False) -> None:
-        """Teach it a message of an upper layer: a dataclass, or a `Packet`.
+        """Teach it a message of an upper layer: a dataclass.
 
         `in_context`: it belongs to the context in which it is sent, as calls do.
         """
@@ -99,9 +103,8 @@ class Codec:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
         self._types[kind] = message
-        if not issubclass(message, Packet):
-            subject = (kind, None, (), None, False)
-            self._upper[message] = subject, getter(message), in_context
+        if not issubclass(message, TensorMessage):
+            self._upper[message] = getter(message), in_context
 
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
         """Pickle objects of exactly this type with `reducer`, as `copyreg` would."""
@@ -113,7 +116,7 @@ class Codec:
 
     def record_with(self, recorder: Recorder) -> None:
         """Have the tensors of messages recorded."""
-        self._recorder = self._stock.recorder = recorder
+        self._recorder = recorder
 
     def call(self, call: Call, manner: Manner) -> Parcel:
         """A call as a parcel; also of a message of an upper layer that is one.
@@ -131,10 +134,10 @@ class Codec:
             values, names = call.args, _NO_NAMES
             if call.kwargs:
                 values, names = (*values, *call.kwargs.values()), tuple(call.kwargs)
-            subject = (kind, name, names, call.modes, False)
+            subject = (name, names, call.modes)
             if kind != CALL:
                 values = (call.ids, *values)
-            parcel = self._short(subject, values, manner, context)
+            parcel = self._compiled(kind, subject, values, manner, context)
             if parcel is not None:
                 return parcel
         if name is None and manner.plain:
@@ -154,13 +157,10 @@ class Codec:
 
     def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
         """A result as a parcel, in the context of what it answers."""
-        if type(value) is Packet:
-            return self._packet(RESULT, value, manner)
+        if type(value) is TensorMessage:
+            return self._tensor_message(RESULT, value, manner)
         if self._custom is None:
-            if type(value) is tuple:
-                parcel = self._short(_SPREAD_RESULT, value, manner, context)
-            else:
-                parcel = self._short(_RESULT, (value,), manner, context)
+            parcel = self._compiled(RESULT, NO_SUBJECT, (value,), manner, context)
             if parcel is not None:
                 return parcel
         return self._general(RESULT, (value,), manner, context)
@@ -180,30 +180,26 @@ class Codec:
 
     def message(self, message: Any, manner: Manner) -> Parcel:
         """A message of an upper layer as a parcel."""
+        kind = self._kinds[type(message)]
         upper = self._upper.get(type(message))
         if upper is None:
-            return self._packet(self._kinds[type(message)], message, manner)
-        subject, fields_of, in_context = upper
+            return self._tensor_message(kind, message, manner)
+        fields_of, in_context = upper
         fields = fields_of(message)
         context = 0
         # Without gradients, what is asked for is sent without them, too.
         if in_context and self._recorder is not None and torch.is_grad_enabled():
             context = self._recorder.current()
-        parcel = self._short(subject, fields, manner, context)
+        parcel = self._compiled(kind, NO_SUBJECT, fields, manner, context)
         if parcel is None:
-            return self._general(subject[0], fields, manner, context)
+            return self._general(kind, fields, manner, context)
         return parcel
 
-    def _packet(self, kind: int, packet: Packet, manner: Manner) -> Parcel:
-        parcel = self._packets.encode(kind, packet)
-        if parcel is None:
-            fields = packets.apart(packet)
-            return self._general(kind, (fields,) if kind == RESULT else fields, manner)
-        if len(parcel.body) > self._limits.body or parcel.bulk_length:
-            parcel.check(self._limits)
-        if self._stock.wanted:
-            parcel.afterwards += (self._stock.refill,)
-        return parcel
+    def _tensor_message(
+        self, kind: int, message: TensorMessage, manner: Manner
+    ) -> Parcel:
+        parcel = self._encoders[manner.plain].encode_tensors(kind, message)
+        return parcel or self._general(kind, message.unshared(), manner)
 
     def open(self, frame: Frame, sender: int = -1) -> Any:
         """The message in a frame. It may be used after `frame.waits`.
@@ -213,24 +209,19 @@ class Codec:
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """
-        if frame.encoding == PACKET:
-            return self._open_packet(frame)
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            plan, values = decoder.decode(frame)
-            found = plan.pick(values)
+            message, found = decoder.decode(frame)
             if frame.scope:
                 frame.context = self._recorder.arrived(frame, sender, found)
             elif found:
                 require_grad(found)
-            if plan.make is not None and plan.kind == frame.kind:
-                return plan.make(values)
-            return self._from_values(frame.kind, plan.subject, values)
+            return message
         loader = self._loaders.get(frame.encoding)
         if loader is None:
             raise self._refusal(frame.encoding)
         cargo = Cargo(self._carriers, sender)
-        if frame.encoding == GENERAL:
+        if frame.encoding == PICKLED:
             loader = PickleSerializer(self._reducers, same_main=True, cargo=cargo)
             frame.waits = cargo.waits
         body = memoryview(frame.body)
@@ -244,17 +235,8 @@ class Codec:
             frame.context = self._recorder.arrived(frame, sender, traced)
         return self._from_fields(frame.kind, fields)
 
-    def _open_packet(self, frame: Frame) -> Any:
-        numbers, arrived = self._packet_decoder.decode(frame)
-        if frame.kind == RESULT:
-            return Result(Packet(numbers, arrived))
-        message = self._types.get(frame.kind)
-        if message is None or not issubclass(message, Packet):
-            raise ProtocolError(f"message {frame.kind} as a packet")
-        return message(numbers, arrived)
-
     def _refusal(self, encoding: int) -> Exception:
-        if encoding in (SHORT, GENERAL, CUSTOM) and self._plain_only:
+        if encoding in (COMPILED, PICKLED, CUSTOM) and self._plain_only:
             return NotAllowedError(
                 "this worker has an allow-list and accepts no pickles"
             )
@@ -262,56 +244,36 @@ class Codec:
             return ProtocolError("message for a serializer that this worker lacks")
         return ProtocolError(f"unknown encoding {encoding}")
 
-    def _from_values(self, kind: int, subject: Subject, values: tuple[Any, ...]) -> Any:
-        of, name, keywords, modes, _ = subject
-        if of != kind and not self._extends(kind, of):
-            raise ProtocolError(f"message {kind} with a signature of {of}")
-        if name is None:
-            return self._from_fields(kind, values)
-        ids: Any = ()
-        if kind != CALL and values:
-            ids, values = values[0], values[1:]
-        count = len(values) - len(keywords)
-        if count < 0:
-            raise ProtocolError(f"message {kind} with more names than values")
-        kwargs = dict(zip(keywords, values[count:], strict=True))
-        args = tuple(values[:count])
-        if kind == CALL:
-            return Call(name, args, kwargs, modes)
-        message = self._types.get(kind)
-        if message is None or not issubclass(message, Call) or not are_ids(ids):
-            raise ProtocolError(f"message {kind} is no call, or its numbers are none")
-        return message(name, args, kwargs, modes, ids)
-
-    def _extends(self, kind: int, other: int) -> bool:
-        """Whether one kind of message is another, and more."""
-        return issubclass(self._types.get(kind, int), self._types.get(other, str))
-
     def _from_fields(self, kind: int, fields: Sequence[Any]) -> Any:
         if not isinstance(fields, (tuple, list)):
             raise ProtocolError(f"message {kind} without fields")
         try:
+            if kind == RESULT and len(fields) == 2:
+                fields = (TensorMessage(*fields),)
             message = self._types[kind](*fields)
         except (TypeError, ValueError, KeyError) as error:
             raise ProtocolError(f"message {kind} with wrong fields: {error}") from error
-        if not fields_are_right(message):
+        inner = message.value if kind == RESULT else None
+        if not has_right_fields(inner if type(inner) is TensorMessage else message):
             raise ProtocolError(f"message {kind} with fields of wrong types")
         if kind == FAILURE and self._plain_only and message.pickled is not None:
-            raise self._refusal(GENERAL)
+            raise self._refusal(PICKLED)
         return message
 
-    def _short(
-        self, subject: Subject, values: tuple[Any, ...], manner: Manner, context: Any
+    def _compiled(
+        self,
+        kind: int,
+        subject: Subject,
+        values: tuple[Any, ...],
+        manner: Manner,
+        context: Any,
     ) -> Parcel | None:
-        encoded = self._encoders[manner.plain].encode(subject, values)
+        encoded = self._encoders[manner.plain].encode(kind, subject, values)
         if encoded is None:
             return None
-        parcel, known = encoded
-        parcel.habit = known.habit
+        parcel, traced = encoded
         if context:
-            self._recorder.leaving(context, manner.to, parcel, known.pick(values))
-        if self._stock.wanted:
-            parcel.afterwards += (self._stock.refill,)
+            self._recorder.leaving(context, manner.to, parcel, traced)
         return parcel
 
     def _general(
@@ -344,11 +306,11 @@ class Codec:
 
     def _serializer(self, manner: Manner, cargo: Cargo) -> tuple[int, Serializer]:
         if manner.plain:
-            return PLAIN_GENERAL, safe_encoding
+            return SAFE, safe_encoding
         if self._custom is not None:
             return CUSTOM, self._custom
         same = manner.same_main
-        return GENERAL, PickleSerializer(self._reducers, same_main=same, cargo=cargo)
+        return PICKLED, PickleSerializer(self._reducers, same_main=same, cargo=cargo)
 
 
 def _recorded(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -152,8 +152,6 @@ class Frame:
     over = 0
     waits: Sequence[Wait] = ()
     """What must have come to its end before the message may be used; known when it is opened."""
-    history: Any = None
-    """What the recorder has put into a graph ahead, for the tensors in it."""
     context: Any = None
     """What an upper layer knows of the scope (`cargo.Recorder`); known when it is opened."""
     area: Any = None  # a writable buffer that lives as long as the tensors made of it

@@ -8,13 +8,22 @@ making a frozen one takes three times as long.
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
+
+from torch import Tensor
+
+from . import raw_bytes
 
 CALL, RESULT, FAILURE, PING, PONG, GOODBYE, LETTERS = 1, 2, 3, 4, 5, 6, 7
 NOTES = frozenset((PING, PONG, GOODBYE, LETTERS))
 """Said on a link by the transport itself, without a body, and never answered."""
 FIRST_UPPER = 16
+
+GetFields = Callable[[Any], tuple[Any, ...]]
 
 
 @dataclass(slots=True)
@@ -49,3 +58,70 @@ class Failure:
     """The exception itself, if it could be pickled and the caller accepts pickles."""
     tensors: list[Any]
     """Those that the pickle refers to."""
+
+
+@dataclass(slots=True)
+class TensorMessage:
+    """Numbers of 64 bits, and tensors that are values and nothing else.
+
+    Each tensor arrives without history and with memory of its own, also if two were one. Upper
+    layers' messages of this kind extend this class; a `Result` can hold one as it is.
+    """
+
+    numbers: Sequence[int]
+    tensors: Sequence[Tensor | None]
+
+    def unshared(self) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
+        """The fields, where no tensor has a history or the memory of another."""
+        tensors: list[Tensor | None] = []
+        places: set[int] = set()
+        for tensor in self.tensors:
+            if tensor is not None:
+                place = raw_bytes.place(tensor)
+                tensor = tensor.detach().clone() if place in places else tensor.detach()
+                places.add(place)
+            tensors.append(tensor)
+        return tuple(map(int, self.numbers)), tuple(tensors)  # True is 1 there, too
+
+
+def getter(message: type) -> GetFields:
+    """What gets the fields of such messages."""
+    names = [field.name for field in dataclasses.fields(message)]
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda m: tuple([getattr(m, name) for name in names])
+
+
+fields_of_call, fields_of_failure = getter(Call), getter(Failure)
+
+
+def has_right_fields(message: object) -> bool:
+    """Whether what we use of a message ourselves is what we expect; the rest is for others."""
+    if isinstance(message, Call):
+        _, args, kwargs, modes, ids = fields_of_call(message)
+        kinds = (tuple, list)
+        return (
+            isinstance(args, kinds)
+            and type(kwargs) is dict
+            and (modes is None or isinstance(modes, kinds))
+            and isinstance(ids, kinds)
+            and all(type(n) is int for n in ids)
+        )
+    if isinstance(message, TensorMessage):
+        return are_numbers_and_tensors((message.numbers, message.tensors))
+    if type(message) is Failure:
+        return all(type(text) is str for text in fields_of_failure(message)[:3])
+    return True
+
+
+def are_numbers_and_tensors(fields: object) -> bool:
+    """Whether these are the fields of a `TensorMessage`."""
+    if not isinstance(fields, tuple) or len(fields) != 2:
+        return False
+    numbers, tensors = fields
+    return (
+        type(numbers) is tuple
+        and type(tensors) is tuple
+        and all(type(number) is int for number in numbers)
+        and all(tensor is None or isinstance(tensor, Tensor) for tensor in tensors)
+    )

@@ -1,60 +1,79 @@
-"""The short way for common messages: everything that repeats is said once and remembered.
+"""Common messages as bytes: what repeats is described once, and remembered at both ends.
 
-A call whose arguments are contiguous CPU tensors, None and small plain data has a *signature*: the
-function's name, keyword names, modes, and dtype and shape of each tensor. Its bytes are computed
-once per signature here, and parsed once there, into a plan to fetch the arguments
-(`signature_decoder.py`).
-What follows the signature is raw: numbers, small tensors, then other plain data. Results go the
-same way.
+A message has a *signature*: the function's name, keyword names and modes of a call, how its values
+are nested, and dtype and shape of each tensor. Its bytes are computed once per signature here, and
+compiled once there, into a plan to read the values (`signature_decoder.py`). What follows the
+signature is raw: numbers, small tensors, then other plain data.
 
-    body     length of the signature u32, signature (plain encoding), numbers of 8 bytes each, raw
-             bytes of tensors, data
+    body       length of the signature u32, signature (safe encoding), numbers of 8 bytes each, raw
+               bytes of tensors, data
 
-Anything else takes the general way (`codec.py`); `encode` says so by returning None.
+    signature  (target, keywords, modes, specs): the name of the function called, or
+               `TENSOR_MESSAGE`, or None; and a spec for each value
+
+    None                          None
+    "i", "f"                      an int, a float, among the numbers
+    ("i", count)                  a tuple of ints, among the numbers
+    "d"                           other plain data
+    (dtype, shape, grad, offset)  a tensor; offset: where in the bulk area, -1 if it is in the body
+    n ≥ 0                         the very tensor that is the n-th of the message
+    ("[", specs), ("(", specs)    a list, a tuple
+    ("{", keys, specs)            a dict
+
+Values are contiguous CPU tensors, each with a storage of its own, None, small plain data, and
+lists, tuples and dicts of these. All else goes the general way (`codec.py`): `encode` returns None.
 """
 
 from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, strided
 
 from . import raw_bytes, safe_encoding
 from .dense_tensors import DTYPE_CODES, INLINE, is_plain
 from .frames import Limits, Parcel, Piece, aligned
+from .messages import TensorMessage
 
+Subject = tuple[str | bool | None, tuple[str, ...], tuple[Any, ...] | None]
+"""Target, keyword names and modes of a signature."""
+NO_SUBJECT: Subject = (None, (), None)
+TENSOR_MESSAGE = True
+"""The target of a signature whose values are those of a `TensorMessage`: first its numbers."""
+_OF_TENSORS: Subject = (TENSOR_MESSAGE, (), None)
+
+Pick = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""Finds the tensors that require grad among those of a message."""
 Dump = Callable[[Any], bytes]
 
 LENGTH = struct.Struct("<I")
-_BASIC = frozenset((int, float, str, bool, bytes))
-DATA, INT, FLOAT = 0, 1, 2
-"""What stands in a signature for values that are no tensors; None stands for itself."""
-NUMBERS = {INT: "q", FLOAT: "d"}
-"""How numbers are packed; an int that is too long for that is data."""
-_INTS = range(-1 << 63, 1 << 63)
-_MAX_ITEMS, _MAX_DEPTH = 32, 3
+NUMBERS = {"i": "q", "f": "d"}
+"""How numbers are packed; an int that is too long for that is other data."""
 MAX_SIGNATURE = 4096
-MAX_REMEMBERED = 4096
-
-
-Subject = tuple[int, str | None, tuple[str, ...], tuple[Any, ...] | None, bool]
-"""What a signature is about, besides the values: the kind of message; the name of a function,
-keyword names and modes, for calls; and whether the values are the items of one tuple."""
-
-
-Pick = Callable[[tuple[Any, ...]], tuple[Tensor, ...]]
-"""Finds the tensors that require grad among the values."""
-
+MAX_DEPTH = 4
+"""Of lists, tuples and dicts."""
+_MAX_REMEMBERED = 4096
+_MAX_ITEMS, _MAX_TENSORS, _MAX_INTS = 32, 64, 1024  # in one list, tuple or dict
+_BASIC = frozenset((int, float, str, bool, bytes))
+_ONLY_INT, _ONLY_STR = frozenset((int,)), frozenset((str,))
+_INTS = range(-1 << 63, 1 << 63)
 
 _look_at: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
     "dtype", "shape", "requires_grad", "layout", "is_cpu", "is_nested"
 )
-"""What tells tensors of one signature from others; all in one step, which takes a third."""
+"""What tells tensors of one signature from others; all at once, which takes a third."""
+
+
+class _Keys(tuple[str, ...]):
+    """Those of a dict, in the key of a signature."""
+
+    __slots__ = ()
 
 
 @dataclass(slots=True)
@@ -62,10 +81,7 @@ class Known:
     """A signature's bytes, and how what follows them is made."""
 
     prefix: bytes
-    count: int
-    """Of what is sent as it is."""
     pick: Pick
-    """What finds the tensors that require grad."""
     reads: list[Any] | None
     """What reads the bytes of tensors; None: there are large or complex tensors, or too many."""
     write: Callable[..., bytes]
@@ -75,15 +91,105 @@ class Known:
     habit: set[int] = field(default_factory=set)
     """That of their parcels."""
 
-    def mix(self, values: tuple[Any, ...]) -> tuple[list[bytes], list[Piece]]:
-        """The bytes of small tensors, and the large ones."""
-        parts, large = [], []
+    def split(self, tensors: Sequence[Tensor], parts: list[bytes]) -> list[Piece]:
+        """The large tensors; the bytes of the small ones are added to `parts`."""
+        large = []
+        for tensor in tensors:
+            if tensor.nbytes > INLINE:
+                large.append(tensor.detach().view(-1))
+            else:
+                parts.append(raw_bytes.read(tensor, tensor.nbytes))
+        return [Piece(*p) for p in zip(self.offsets, large, strict=True)]
+
+
+class _Contents:
+    """What is in the values of a message."""
+
+    __slots__ = ("data", "key", "numbers", "places", "storages", "tensors")
+
+    def __init__(self, subject: Subject) -> None:
+        self.key: list[Any] = [subject]
+        """What it has in common with others of its signature."""
+        self.tensors: list[Tensor] = []
+        self.places: list[int] = []  # the address of each
+        self.storages: set[int] = set()
+        self.numbers: list[int | float] = []
+        self.data: list[Any] = []
+
+    def look(self, values: Sequence[Any], depth: int = 0) -> bool:
+        """Look at values; False: they have to go the general way.
+
+        Raises:
+            RuntimeError: a tensor has no memory of its own, in order, or no shape.
+        """
+        key = self.key
         for value in values:
-            if type(value) is Tensor and value.nbytes > INLINE:
-                large.append(value.detach().view(-1))
-            elif type(value) is Tensor:
-                parts.append(raw_bytes.read(value, value.nbytes))
-        return parts, [Piece(*p) for p in zip(self.offsets, large, strict=True)]
+            kind = type(value)
+            if kind is Tensor:
+                there = storage = value.data_ptr()
+                if not there or value.storage_offset() or not value.is_contiguous():
+                    storage = _storage(value, there) or -id(value)
+                self.storages.add(storage)
+                self.places.append(there)
+                self.tensors.append(value)
+                key.append(_look_at(value))
+            elif value is None:
+                key.append(None)
+            elif kind is float or (kind is int and value in _INTS):
+                key.append("f" if kind is float else "i")
+                self.numbers.append(value)
+            elif kind is tuple and _is_shape(value):
+                key.append(f"i{len(value)}")
+                self.numbers += value
+            elif kind in _BASIC or _is_small(value, MAX_DEPTH - 1):
+                key.append("d")
+                self.data.append(value)
+            elif depth == MAX_DEPTH or not self._look_into(value, depth + 1):
+                return False
+        return True
+
+    def _look_into(self, value: Any, depth: int) -> bool:
+        """Look at a list, tuple or dict with tensors in it."""
+        kind = type(value)
+        if kind is not list and kind is not tuple and kind is not dict:
+            return False
+        count = len(value)
+        if count > _MAX_TENSORS:
+            return False
+        if kind is not dict:
+            self.key.append(f"[{count}" if kind is list else f"({count}")
+            items = value
+        elif _ONLY_STR.issuperset(map(type, value)):
+            self.key.append(_Keys(value))
+            items = value.values()
+        else:
+            return False
+        before = len(self.tensors)
+        # Lists without tensors may be there twice, as one: they stay so in a pickle only.
+        return self.look(items, depth) and len(self.tensors) > before
+
+    def find_repeated(self, least: int = 0) -> bool:
+        """Find the tensors that are there twice, as one, and have `least` bytes.
+
+        False: others share their memory, or lists that hold them may be there twice.
+        """
+        found: dict[int, int] = {}
+        tensors, places = iter(self.tensors), iter(self.places)
+        self.tensors, self.places = [], []
+        for index, entry in enumerate(self.key[1:], 1):
+            if type(entry) is _Keys or (type(entry) is str and entry[0] == "["):
+                return False
+            if type(entry) is not tuple:
+                continue
+            tensor, place = next(tensors), next(places)
+            number = found.get(id(tensor))
+            if number is not None and tensor.nbytes >= least:
+                self.key[index] = number
+                continue
+            found[id(tensor)] = len(self.tensors)
+            self.tensors.append(tensor)
+            self.places.append(place)
+        return bool(least) or len(self.tensors) == len(self.storages)
 
 
 class Encoder:
@@ -93,98 +199,97 @@ class Encoder:
         self._encoding = encoding
         self._dump = dump
         self._limits = limits
-        self._known: dict[Any, Known] = {}
+        self._known: dict[tuple[Any, ...], Known] = {}
 
     def encode(
-        self, subject: Subject, values: tuple[Any, ...]
-    ) -> tuple[Parcel, Known] | None:
-        """The message, and what is known of such messages.
+        self, kind: int, subject: Subject, values: Sequence[Any]
+    ) -> tuple[Parcel, Sequence[Tensor]] | None:
+        """The message, and its tensors that require grad.
 
         None: it has to go the general way.
 
         Raises:
             ValueError: it is larger than the limits.
         """
-        key: list[Any] = [subject]
-        places: dict[int, int] = {}  # by storage
-        numbers: list[int | float] = []
-        data: list[Any] = []
+        if not values or (
+            len(values) == 1 and values[0] is None
+        ):  # as so many calls and results
+            known = self._known.get((subject, *values))
+            if known is not None and known.reads is not None:
+                return self._parcel(kind, known, [known.prefix]), ()
+        contents = _Contents(subject)
         try:
-            for value in values:
-                kind = type(value)
-                if kind is Tensor:
-                    there = storage = value.data_ptr()
-                    if not there or value.storage_offset() or not value.is_contiguous():
-                        storage = _storage(value, there)
-                    places[storage] = there
-                    key.append(_look_at(value))
-                elif value is None:
-                    key.append(None)
-                elif kind is float or (kind is int and value in _INTS):
-                    key.append(FLOAT if kind is float else INT)
-                    numbers.append(value)
-                elif kind in _BASIC or _is_small(value, _MAX_DEPTH):
-                    key.append(DATA)
-                    data.append(value)
-                else:
-                    return None
-        except RuntimeError:  # a tensor without memory of its own, or without a shape
+            if not contents.look(values):
+                return None
+        except RuntimeError:
             return None
-        known = self._known.get(tuple(key)) or self._learn(tuple(key), subject, values)
-        if known is None or len(places) < known.count:
+        shared = len(contents.storages) < len(contents.tensors)
+        if shared and not contents.find_repeated():
             return None  # shared storages stay shared the general way
-        parts = [known.prefix, known.write(*numbers)] if numbers else [known.prefix]
-        if known.reads is None:
-            return self._mixed(subject, known, values, parts, data)
-        if places:
-            for read, there in zip(known.reads, places.values(), strict=True):
-                parts.append(read(there).raw)
-        if data:
-            return self._checked(subject, parts, data), known
-        return Parcel(subject[0], self._encoding, b"".join(parts)), known
+        return self._put(kind, contents)
 
-    def _mixed(
-        self,
-        subject: Subject,
-        known: Known,
-        values: tuple[Any, ...],
-        parts: list[bytes],
-        data: list[Any],
-    ) -> tuple[Parcel, Known] | None:
-        """As `encode`, where not all is small and simple."""
-        if any(type(value) is Tensor and _is_conjugate(value) for value in values):
+    def encode_tensors(self, kind: int, message: TensorMessage) -> Parcel | None:
+        """A `TensorMessage`, also as a result; or None, as `encode`."""
+        contents = _Contents(_OF_TENSORS)
+        contents.key.append(f"i{len(message.numbers)}")
+        contents.numbers += message.numbers
+        try:
+            if not contents.look(list(map(_in_order, message.tensors))):
+                return None
+        except RuntimeError:
             return None
-        raws, large = known.mix(values)
-        parcel = self._checked(subject, parts + raws, data, large, known.bulk_length)
-        return parcel, known
+        is_shared = len(contents.storages) < len(contents.tensors)
+        if is_shared and any(t.nbytes > INLINE for t in contents.tensors):
+            if sum(t.nbytes for t in contents.tensors) > 2 * self._limits.bulk:
+                return None  # too much for the receiver, who copies what is repeated
+            contents.find_repeated(INLINE + 1)  # large ones travel once
+        encoded = self._put(kind, contents)
+        return encoded and encoded[0]
 
-    def _checked(
-        self,
-        subject: Subject,
-        parts: list[bytes],
-        data: list[Any],
-        large: Sequence[Piece] = (),
-        bulk_length: int = 0,
-    ) -> Parcel:
-        if data:
-            parts.append(self._dump(data))
-        parcel = Parcel(subject[0], self._encoding, b"".join(parts))
-        parcel.with_bulk(large, bulk_length).check(self._limits)
+    def _put(
+        self, kind: int, contents: _Contents
+    ) -> tuple[Parcel, Sequence[Tensor]] | None:
+        key = tuple(contents.key)
+        known = self._known.get(key) or self._learn(key, contents.tensors)
+        if known is None:
+            return None
+        parts = [known.prefix]
+        if contents.numbers:
+            try:
+                parts.append(known.write(*contents.numbers))
+            except struct.error:
+                return None  # some of a tuple are too long
+        if known.reads is not None:
+            for read, there in zip(known.reads, contents.places, strict=True):
+                parts.append(read(there).raw)
+            large: list[Piece] = []
+        elif any(t.is_complex() and t.is_conj() for t in contents.tensors):
+            return None
+        else:
+            large = known.split(contents.tensors, parts)
+        if contents.data:
+            parts.append(self._dump(contents.data))
+        parcel = self._parcel(kind, known, parts)
+        if large or contents.data or known.reads is None:
+            parcel.with_bulk(large, known.bulk_length).check(self._limits)
+        return parcel, known.pick(contents.tensors)
+
+    def _parcel(self, kind: int, known: Known, parts: list[bytes]) -> Parcel:
+        parcel = Parcel(kind, self._encoding, b"".join(parts))
+        parcel.habit = known.habit
         return parcel
 
-    def _learn(
-        self, key: tuple[Any, ...], subject: Subject, values: tuple[Any, ...]
-    ) -> Known | None:
-        known = _describe(subject, values, key[1:], self._limits)
+    def _learn(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Known | None:
+        known = _describe(key, tensors, self._limits)
         if known is not None:
-            if len(self._known) > MAX_REMEMBERED:
+            if len(self._known) > _MAX_REMEMBERED:
                 self._known.clear()
             self._known[key] = known
         return known
 
 
 def _storage(tensor: Tensor, there: int) -> int:
-    """Where the memory of a tensor begins that may be a part of more.
+    """Where the memory of a tensor begins that may be a part of more; 0 if it has none.
 
     Raises:
         RuntimeError: it is not its memory, in order, and nothing else.
@@ -192,6 +297,9 @@ def _storage(tensor: Tensor, there: int) -> int:
     if not tensor.is_contiguous():
         raise RuntimeError
     offset = tensor.storage_offset()
+    # Asked of few, as `is_conj` is, because both let go of the GIL: that costs more than all the
+    # rest where another thread wants it. Negative can only be what is the imaginary part of a
+    # complex one: it has a stride of two and begins at an odd offset.
     if offset and tensor.numel() <= 1 and tensor.is_neg():
         raise RuntimeError
     if there and not offset:
@@ -202,17 +310,27 @@ def _storage(tensor: Tensor, there: int) -> int:
     return storage
 
 
-def _is_conjugate(tensor: Tensor) -> bool:
-    """Asked only of complex ones, for `is_conj` lets go of the GIL, as `is_neg` does.
+def _in_order(tensor: Tensor | None) -> Tensor | None:
+    """A tensor without history, and if it is small, with its elements in order."""
+    if tensor is None or tensor.layout is not strided or tensor.is_nested:
+        return tensor
+    if tensor.requires_grad:
+        tensor = tensor.detach()
+    in_order = tensor.is_contiguous()
+    if tensor.nbytes > INLINE and not in_order:
+        return tensor
+    if tensor.is_complex() or tensor.storage_offset():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return tensor if in_order else tensor.contiguous()
 
-    That costs more than all the rest where another thread wants it. Negative can only be what is
-    the imaginary part of a complex one: it has a stride of two and begins at an odd offset.
-    """
-    return tensor.is_complex() and tensor.is_conj()
+
+def _is_shape(value: tuple[Any, ...]) -> bool:
+    """Whether these are ints, and not too many."""
+    return len(value) <= _MAX_INTS and _ONLY_INT.issuperset(map(type, value))
 
 
 def _is_small(value: Any, depth: int) -> bool:
-    """Whether this is plain data small enough for the short way."""
+    """Whether this is small plain data, without tensors."""
     kind = type(value)
     if kind is dict:
         if not all(type(k) in _BASIC for k in value):
@@ -228,44 +346,72 @@ def _is_small(value: Any, depth: int) -> bool:
 
 
 def _describe(
-    subject: Subject, values: tuple[Any, ...], looks: tuple[Any, ...], limits: Limits
+    key: tuple[Any, ...], tensors: Sequence[Tensor], limits: Limits
 ) -> Known | None:
-    specs: list[Any] = []
+    """What there is to know of messages with this key; None: they have to go the general way."""
+    if not all(map(is_plain, tensors)):
+        return None
     reads: list[Any] = []
     offsets: list[int] = []
+    of_tensors: list[Any] = []
     bulk = length = 0  # of large tensors, and of what is sent as it is
-    is_real = True
-    for value, look in zip(values, looks, strict=True):
-        if type(value) is not Tensor:
-            specs.append(look)
-        elif not is_plain(value):
-            return None
+    for tensor in tensors:
+        is_large = tensor.nbytes > INLINE
+        spec = (DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tensor.requires_grad)
+        of_tensors.append((*spec, bulk if is_large else -1))
+        if is_large:
+            offsets.append(bulk)
+            bulk = aligned(bulk + tensor.nbytes)
         else:
-            spec = (DTYPE_CODES[value.dtype], tuple(value.shape), value.requires_grad)
-            is_large = value.nbytes > INLINE
-            specs.append((*spec, bulk if is_large else -1))
-            if is_large:
-                offsets.append(bulk)
-                bulk = aligned(bulk + value.nbytes)
-            else:
-                reads.append(raw_bytes.arrays[value.nbytes].from_address)
-                length += value.nbytes
-            is_real = is_real and not value.is_complex()
-    signature = safe_encoding.dumps((subject, tuple(specs)), [])
+            reads.append(raw_bytes.arrays[tensor.nbytes].from_address)
+            length += tensor.nbytes
+    layout: list[str] = []
+    specs = _specs(iter(key[1:]), iter(of_tensors), layout)
+    signature = safe_encoding.dumps((*key[0], specs), [])
     if len(signature) > MAX_SIGNATURE:
         return None
     prefix = LENGTH.pack(len(signature)) + signature
-    numbers = struct.Struct("<" + "".join([NUMBERS.get(s, "") for s in specs]))
+    numbers = struct.Struct("<" + "".join(layout))
     length += len(prefix) + numbers.size
+    is_real = not any(tensor.is_complex() for tensor in tensors)
     is_simple = is_real and not offsets and length <= limits.body
-    traced = [n for n, spec in enumerate(specs) if type(spec) is tuple and spec[2]]
-    count, pick = len(reads) + len(offsets), picker(traced, len(specs))
-    simple = reads if is_simple else None
-    return Known(prefix, count, pick, simple, numbers.pack, offsets, bulk)
+    traced = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
+    pick = picker(traced, len(tensors))
+    return Known(
+        prefix, pick, reads if is_simple else None, numbers.pack, offsets, bulk
+    )
+
+
+def _specs(
+    entries: Iterator[Any],
+    of_tensors: Iterator[Any],
+    layout: list[str],
+    count: int | None = None,
+) -> tuple[Any, ...]:
+    """The specs of so many values; `layout` gets that of their numbers."""
+    specs: list[Any] = []
+    for entry in islice(entries, count):
+        if type(entry) is _Keys:
+            items = _specs(entries, of_tensors, layout, len(entry))
+            specs.append(("{", tuple(entry), items))
+        elif type(entry) is tuple:
+            specs.append(next(of_tensors))
+        elif type(entry) is not str or entry == "d":
+            specs.append(entry)
+        elif entry in NUMBERS:
+            specs.append(entry)
+            layout.append(NUMBERS[entry])
+        elif entry[0] == "i":
+            specs.append(("i", int(entry[1:])))
+            layout.append(f"{entry[1:]}q")
+        else:
+            items = _specs(entries, of_tensors, layout, int(entry[1:]))
+            specs.append((entry[0], items))
+    return tuple(specs)
 
 
 def picker(places: list[int], count: int) -> Pick:
-    """What picks the values at some places."""
+    """What picks the tensors at some places, out of so many."""
     if len(places) == count:
         return tuple
     if len(places) > 1:
@@ -277,5 +423,5 @@ def dump_pickle(data: Any) -> bytes:
     return pickle.dumps(data, 5)
 
 
-def dump_plain(data: Any) -> bytes:
+def dump_safely(data: Any) -> bytes:
     return safe_encoding.dumps(data, [])

@@ -1,7 +1,7 @@
 """Tensors that are not plain memory, taken apart into tensors that are, and put together again.
 
 A recipe is a name and parts: plain data and tensors. Names and parts are the same whether pickle
-carries them or the plain encoding, so both know every kind of tensor.
+carries them or the safe encoding, so both know every kind of tensor.
 
 Private torch names used here, and what breaks without them:
 `Tensor._indices`, `Tensor._values`: an uncoalesced sparse tensor would have to be coalesced to be

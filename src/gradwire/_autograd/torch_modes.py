@@ -2,7 +2,7 @@
 
 Modes of dispatch, transforms (`vmap`) and tracers are asked for by private functions of `torch._C`:
 there are no others. Should one of them go, all counts as watched: then nothing is made ahead
-(`tensor_prealloc.py`), which costs time and nothing else.
+(`engine.py`), which costs time and nothing else.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ _transform = _found("_functorch.peek_interpreter_stack")
 _trace = _found("_get_tracing_state")
 
 
-def is_in_mode() -> bool:
-    """Whether tensors made now differ from others, or modes see how they are made."""
-    return bool(is_anomaly_enabled() or is_inference_mode_enabled() or _modes())
-
-
 def is_watched() -> bool:
-    """So, or a transform or a tracer sees it."""
-    return is_in_mode() or bool(_transform() or _trace())
+    """Whether tensors made now differ from others, or someone sees how they are made."""
+    return bool(
+        is_anomaly_enabled()
+        or is_inference_mode_enabled()
+        or _modes()
+        or _transform()
+        or _trace()
+    )

@@ -1,4 +1,4 @@
-"""Numbers and tensors become packets and come out as they went in, each with its own memory."""
+"""Messages of numbers and tensors come out as they went in, each tensor with its own memory."""
 
 import itertools
 from typing import Any
@@ -11,16 +11,16 @@ from torch import Tensor
 
 from carrying import LIMITS, PICKLE, PLAIN, assert_same
 from gradwire._wire import raw_bytes, safe_encoding
-from gradwire._wire.codec import GENERAL, PACKET, PLAIN_GENERAL, Codec, Manner
+from gradwire._wire.codec import COMPILED, PICKLED, SAFE, SAFE_COMPILED, Codec, Manner
 from gradwire._wire.frames import Frame, Limits
-from gradwire._wire.messages import RESULT
-from gradwire._wire.packets import Packet
+from gradwire._wire.messages import CALL, RESULT, TensorMessage
+from gradwire._wire.signature_encoder import TENSOR_MESSAGE
 from gradwire.errors import ProtocolError
 
 KIND = 20
 
 
-class Word(Packet):
+class Word(TensorMessage):
     """A message of an upper layer."""
 
     __slots__ = ()
@@ -33,10 +33,12 @@ def codec(limits: Limits = LIMITS) -> Codec:
 
 
 HERE, THERE = codec(), codec()
-"""They get to know many packets, so that such are sent that look like others."""
+"""They get to know many messages, so that such are sent that look like others."""
 
 
-def carried(numbers: Any, tensors: Any, manner: Manner = PICKLE) -> tuple[Packet, int]:
+def carried(
+    numbers: Any, tensors: Any, manner: Manner = PICKLE
+) -> tuple[TensorMessage, int]:
     """What arrives, and its encoding."""
     parcel = HERE.message(Word(numbers, tensors), manner)
     arrived = THERE.open(parcel.arrive(1))
@@ -77,7 +79,7 @@ def test_a_tensor_arrives_by_itself(name: str) -> None:
     tensor = TENSORS[name]
     for _ in range(2):  # as one that is not known yet, and as one that is
         arrived, encoding = carried((1, -2), (tensor,))
-        assert encoding == PACKET
+        assert encoding in (COMPILED, SAFE_COMPILED)
         assert tuple(arrived.numbers) == (1, -2)
         (found,) = arrived.tensors
         assert found is not None
@@ -93,11 +95,11 @@ def test_a_tensor_arrives_by_itself(name: str) -> None:
     st.lists(st.sampled_from([None, *TENSORS.values()]), max_size=5),
     st.sampled_from([PICKLE, PLAIN]),
 )
-def test_packets_come_out_as_they_went_in(
+def test_messages_come_out_as_they_went_in(
     numbers: list[int], tensors: list[Tensor | None], manner: Manner
 ) -> None:
     arrived, encoding = carried(numbers, tensors, manner)
-    assert encoding == PACKET
+    assert encoding in (COMPILED, SAFE_COMPILED)
     assert list(arrived.numbers) == numbers
     assert [t is None for t in arrived.tensors] == [t is None for t in tensors]
     for found, tensor in zip(arrived.tensors, tensors, strict=True):
@@ -106,8 +108,8 @@ def test_packets_come_out_as_they_went_in(
     assert_apart(arrived)
 
 
-def assert_apart(packet: Packet) -> None:
-    found = [t for t in packet.tensors if t is not None]
+def assert_apart(message: TensorMessage) -> None:
+    found = [t for t in message.tensors if t is not None]
     assert len({raw_bytes.place(tensor) for tensor in found}) == len(found)
     for tensor, other in itertools.combinations(found, 2):
         before = other.clone()
@@ -119,12 +121,12 @@ def assert_apart(packet: Packet) -> None:
 @pytest.mark.parametrize("manner", [PICKLE, PLAIN], ids=["pickle", "plain"])
 @pytest.mark.parametrize(
     "tensor",
-    [TABLE.to_sparse(), LARGE.reshape(100, 100).t(), torch.nn.Parameter(TABLE)],
+    [TABLE.to_sparse(), LARGE.reshape(100, 100).t(), torch.nn.Parameter(TABLE, False)],
     ids=["sparse", "large, transposed", "of another type"],
 )
 def test_others_go_the_general_way(tensor: Tensor, manner: Manner) -> None:
     arrived, encoding = carried((1, 2), (tensor, None, tensor), manner)
-    assert encoding in (GENERAL, PLAIN_GENERAL)
+    assert encoding in (PICKLED, SAFE)
     first, none, second = arrived.tensors
     assert none is None
     assert first is not None
@@ -154,16 +156,16 @@ def test_the_ones_that_look_alike_are_told_apart() -> None:
         assert_same(found, tensor.resolve_conj())
 
 
-def test_results_may_be_packets() -> None:
+def test_results_may_be_such_messages() -> None:
     for tensor in (TABLE, TABLE.to_sparse()):
-        parcel = codec().result(Packet((7,), (tensor,)), PICKLE)
+        parcel = codec().result(TensorMessage((7,), (tensor,)), PICKLE)
         result = codec().open(parcel.arrive(1))
-        numbers, (found,) = result.value
-        assert tuple(numbers) == (7,)
+        assert tuple(result.value.numbers) == (7,)
+        (found,) = result.value.tensors
         assert_same(found.to_dense(), TABLE)
 
 
-def test_too_large_packets_are_refused() -> None:
+def test_too_large_messages_are_refused() -> None:
     for tensor, limits in ((TABLE, Limits(8, 8)), (LARGE, Limits(1 << 20, 1 << 10))):
         with pytest.raises(ValueError, match="larger than"):
             codec(limits).message(Word((), (tensor,)), PICKLE)
@@ -179,34 +181,46 @@ def test_a_tensor_without_memory_is_refused() -> None:
 # What others may send
 
 
-def frame(signature: Any, rest: bytes = b"", kind: int = KIND) -> Frame:
-    data = safe_encoding.dumps(signature, [])
-    return Frame(kind, PACKET, 1, len(data).to_bytes(4, "little") + data + rest)
+def frame(specs: Any, rest: bytes = b"", kind: int = KIND) -> Frame:
+    data = safe_encoding.dumps((TENSOR_MESSAGE, (), None, specs), [])
+    body = len(data).to_bytes(4, "little") + data + rest
+    return Frame(kind, SAFE_COMPILED, 1, body)
+
+
+NUMBERS = ("i", 0)
 
 
 @pytest.mark.parametrize(
     "sent",
     [
-        Frame(KIND, PACKET, 1, b""),
-        Frame(KIND, PACKET, 1, b"\xff\0\0\0"),
-        Frame(KIND, PACKET, 1, b"\1\0\0\0?"),
+        Frame(KIND, SAFE_COMPILED, 1, b""),
+        Frame(KIND, SAFE_COMPILED, 1, b"\xff\0\0\0"),
+        Frame(KIND, SAFE_COMPILED, 1, b"\1\0\0\0?"),
         frame(7),
-        frame((1, (), 3)),
-        frame((-1, ())),
-        frame((1 << 40, ())),
-        frame(("1", ())),
-        frame((True, ())),
-        frame((0, [])),
-        frame((0, (7,))),
-        frame((0, (0,))),
-        frame((0, ((0, (2,), False),))),
-        frame((0, ((200, (2,), False, -1),)), bytes(8)),
-        frame((0, ((0, (-2,), False, -1),)), bytes(8)),
-        frame((0, ((0, (2,), False, -1),)), bytes(7)),
-        frame((0, ((0, (20_000,), False, 0),))),
-        frame((2, ()), bytes(15)),
-        frame((0, ()), kind=RESULT + 200),
-        frame((0, ()), kind=1),
+        frame(()),
+        frame((None,)),
+        frame(("i",)),
+        frame((("i",),)),
+        frame((("i", -1),)),
+        frame((("i", 1 << 40),)),
+        frame((("i", "1"),)),
+        frame((("i", True),)),
+        frame([NUMBERS]),
+        frame((NUMBERS, 7)),
+        frame((NUMBERS, "d"), safe_encoding.dumps([1], [])),
+        frame((NUMBERS, "i"), bytes(8)),
+        frame((NUMBERS, ("[", ()))),
+        frame((NUMBERS, (0, (2,), False))),
+        frame((NUMBERS, (200, (2,), False, -1)), bytes(8)),
+        frame((NUMBERS, (0, (-2,), False, -1)), bytes(8)),
+        frame((NUMBERS, (0, (2,), False, -1)), bytes(7)),
+        frame((NUMBERS, (0, (2,), True, -1)), bytes(8)),
+        frame((NUMBERS, (0, (20_000,), False, 0))),
+        frame((NUMBERS, 0, (0, (2,), False, -1)), bytes(8)),
+        frame((NUMBERS, (0, (2,), False, -1), -1), bytes(8)),
+        frame((("i", 2),), bytes(15)),
+        frame((NUMBERS,), kind=RESULT + 200),
+        frame((NUMBERS,), kind=CALL),
     ],
 )
 def test_what_makes_no_sense_is_refused(sent: Frame) -> None:
@@ -217,7 +231,24 @@ def test_what_makes_no_sense_is_refused(sent: Frame) -> None:
 @pytest.mark.parametrize(
     "fields", [((1,), (), 3), ((1.5,), ()), ((1,), (2,)), (7, ()), ((), 7)]
 )
-def test_fields_that_are_no_packet_are_refused(fields: Any) -> None:
+def test_fields_that_are_none_of_such_a_message_are_refused(fields: Any) -> None:
     body = bytes(8) + safe_encoding.dumps(fields, [])
     with pytest.raises(ProtocolError):
-        codec().open(Frame(KIND, PLAIN_GENERAL, 1, body))
+        codec().open(Frame(KIND, SAFE, 1, body))
+
+
+def test_copies_of_what_came_once_are_bounded() -> None:
+    limits = Limits(1 << 20, LARGE.nbytes)
+    alone = codec(limits).message(Word((), (LARGE,)), PLAIN)
+    assert codec(limits).open(alone.arrive(1)).tensors[0] is not None
+    large = (1, (len(LARGE),), False, 0)
+    for copies in (1, 2):
+        sent = frame((NUMBERS, large, *[0] * copies))
+        sent.area = alone.arrive(1).area
+        if copies == 1:
+            assert_apart(codec(limits).open(sent))
+        else:
+            with pytest.raises(ProtocolError, match="tensors of 240000 bytes"):
+                codec(limits).open(sent)
+    with pytest.raises(ValueError, match="larger than"):
+        codec(limits).message(Word((), (LARGE,) * 3), PICKLE)
