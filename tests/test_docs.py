@@ -92,7 +92,8 @@ def test_a_program_prints_what_the_page_says(block: Block, tmp_path: Path) -> No
         check=False,
     )
     assert (done.returncode, done.stdout) == (0, block.shown), done.stderr
-    assert done.stderr == ""
+    lines = done.stderr.splitlines()  # on a busy machine a worker may have to wait
+    assert [line for line in lines if "waiting for ranks" not in line] == []
 
 
 @pytest.mark.parametrize("page", BEFORE)

@@ -288,6 +288,26 @@ def test_a_program_that_forgot_to_shut_down_leaves_quietly(
             worker.rpc_sync("worker1", max, (1, 2))
 
 
+PENDING_SCRIPT = """
+import sys, time
+import gradwire as gw
+
+gw.init_rpc("worker1", rank=1, world_size=2, init_method=sys.argv[1])
+futures = [gw.rpc_async("worker0", time.sleep, args=(2,)) for _ in range(3)]
+"""
+
+
+def test_a_program_that_ends_before_its_calls_says_so_in_one_line(
+    processes: Processes,
+) -> None:
+    hasty = processes.run(processes.script(PENDING_SCRIPT), processes.url)
+    with processes.world(2):
+        assert hasty.wait() == 0
+    assert hasty.errors == (
+        "worker 'worker1' ends with 3 calls in flight: wait for them, or call gw.shutdown()\n"
+    )
+
+
 FAILING_SCRIPT = """
 import sys
 import gradwire as gw

@@ -8,6 +8,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import gradwire as gw
+from gradwire._transport import wait_report
 from gradwire._transport.rendezvous import Place, find_place
 from gradwire.worker import Worker
 from sockets_world import (
@@ -257,6 +258,94 @@ def test_who_failed_to_meet_can_try_again_in_the_same_store(
         join_world("worker0", Place(store, 0, 3, None), join_timeout=SHORT)
     with socket_world(3, store=store) as workers:
         talk(workers)
+
+
+def test_it_is_said_which_ranks_are_waited_for_and_where(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_report, "_FIRST", 0.1)
+    place = Place(HashStore(), 1, 4, None, "tcp://node0:29500")
+    with pytest.raises(gw.GradwireError, match=r"ranks \[0, 2, 3\] did not come"):
+        join_world("worker1", place, join_timeout=SHORT)
+    assert [record.getMessage() for record in caplog.records] == [
+        "waiting for ranks [0, 2, 3] of 4 at tcp://node0:29500"
+    ]  # the interval is longer than the test
+
+
+def test_it_is_said_that_the_store_is_waited_for(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wait_report, "_FIRST", 0.1)
+    port = free_port()
+    with pytest.raises(gw.GradwireError, match="rank 0 opens it, so check"):
+        find_place(f"tcp://127.0.0.1:{port}", None, 1, 2, SHORT)
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting for the store at tcp://127.0.0.1:{port}, which rank 0 opens"
+    ]
+
+
+def test_a_wrong_address_prints_nothing_of_torchs(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(gw.GradwireError, match="cannot reach the store"):
+        find_place(f"tcp://127.0.0.1:{free_port()}", None, 1, 2, SHORT)
+    assert capfd.readouterr() == ("", "")
+
+
+def test_who_comes_with_another_world_size_is_told_and_so_are_the_others() -> None:
+    store = HashStore()
+    names_size = (
+        r"rank \d has world_size=\d, but those that came before have world_size="
+    )
+    errors = []
+
+    def join(rank: int, size: int) -> None:
+        with pytest.raises((ValueError, gw.GradwireError), match=names_size) as caught:
+            join_world(
+                f"worker{rank}", Place(store, rank, size, None), join_timeout=LIMIT
+            )
+        errors.append(type(caught.value))
+
+    together(lambda: join(0, 3), lambda: join(1, 2))
+    assert sorted(kind.__name__ for kind in errors) == ["GradwireError", "ValueError"]
+
+
+def test_a_world_of_another_size_may_follow_in_the_same_store() -> None:
+    store = HashStore()
+    for size in (2, 3, 2):
+        with socket_world(size, store=store) as workers:
+            talk(workers)
+
+
+@pytest.mark.parametrize("other", [b"another" * 4, None], ids=["another", "none"])
+def test_a_key_that_differs_is_named_at_once(other: bytes | None) -> None:
+    store = HashStore()
+
+    def join(rank: int, key: bytes | None) -> None:
+        with pytest.raises(gw.GradwireError, match="another key than those that came"):
+            join_world(
+                f"worker{rank}",
+                Place(store, rank, 2, None),
+                join_timeout=LIMIT,
+                key=key,
+            )
+
+    together(lambda: join(0, b"some key" * 4), lambda: join(1, other))
+
+
+def test_a_key_of_the_wrong_type_is_named() -> None:
+    with pytest.raises(TypeError, match="key is a str: give bytes"):
+        join_world("worker0", Place(HashStore(), 0, 1, None), key="secret" * 4)
+
+
+def test_a_program_without_a_launcher_is_told_of_it(
+    no_env: pytest.MonkeyPatch,
+) -> None:
+    no_env.setattr("sys.argv", ["somewhere/train.py"])
+    with pytest.raises(
+        ValueError, match=r"program with `gradwire launch -n 4 train\.py`"
+    ):
+        gw.init_rpc()
 
 
 def test_a_short_key_does_not_spoil_the_store() -> None:

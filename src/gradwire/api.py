@@ -7,6 +7,7 @@ such a thread), else the one that `init_rpc` made in this process.
 from __future__ import annotations
 
 import atexit
+import logging
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from .ids import WorkerInfo
 from .options import Options
 from .tracebacks import hidden_frames, hide_frames
 from .worker import Worker, open_worker
+
+log = logging.getLogger("gradwire")
 
 _process: Worker | None = None
 _starting = threading.Lock()
@@ -385,8 +388,15 @@ def _enter_thread(worker: Worker) -> None:
 
 def _at_exit() -> None:
     """A program that forgot to shut down ends quietly; others see it leave."""
-    if _process is not None:
-        _process.close()
+    if _process is None or _process.is_closed:
+        return
+    if count := _process.give_up_calls():
+        log.warning(
+            "worker %r ends with %d calls in flight: wait for them, or call gw.shutdown()",
+            _process.name,
+            count,
+        )
+    _process.close()
 
 
 def _after_fork() -> None:

@@ -134,9 +134,14 @@ class Options:
         """The user's key, from the option or the file; None if there is none.
 
         Raises:
-            ValueError: the key is too short to protect anything.
+            TypeError: the key is no bytes.
+            ValueError: it is too short to protect anything.
         """
         key = self.key
+        if key is not None and not isinstance(key, bytes):
+            raise TypeError(
+                f"key is a {type(key).__name__}: give bytes, such as secrets.token_bytes(32)"
+            )
         if key is None and self.key_file is not None:
             key = Path(self.key_file).read_bytes().strip()
         if key is not None and len(key) < 16:

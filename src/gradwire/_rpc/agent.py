@@ -337,7 +337,8 @@ class Agent:
         self._went(worker, reason)
 
     def left(self, worker: int) -> None:
-        self._went(worker, "it has left")
+        reason = "it has left: it was shut down, or its program ended without shutdown"
+        self._went(worker, reason)
 
     def _went(self, worker: int, reason: str) -> None:
         card = self.members.remove(worker, reason)

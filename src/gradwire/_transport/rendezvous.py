@@ -6,7 +6,9 @@ who are there; those it greets look up its card. Of two who come at the same tim
 reads after the other has published. Ids come from a counter that only grows.
 
     <world>/joined             how often someone began to join a world of fixed size
+    <world>/<round>/size       how many workers the round is for (fixed size)
     <world>/<round>/key        the world's secret, unless the user gave one
+    <world>/<round>/digest     of the secret, to find one that differs (fixed size)
     <world>/<round>/card/<id>  a worker's card
     <world>/<round>/failed     why this round came to nothing (fixed size)
     <world>/<round>/ids        how many ids were drawn (elastic worlds)
@@ -19,14 +21,17 @@ join in each as the world is large, and none in one that has failed. Elastic wor
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from urllib.parse import ParseResult, parse_qs, urlparse
 
 from torch.distributed import (  # type: ignore[attr-defined]
@@ -36,9 +41,10 @@ from torch.distributed import (  # type: ignore[attr-defined]
     TCPStore,
 )
 
-from ..errors import ClosedError, GradwireError
+from ..errors import AuthenticationError, ClosedError, GradwireError
 from ..options import Options
 from .base import Card
+from .wait_report import WaitReport, wait_for_listener
 
 _STEP = 0.05
 _REOPEN = 10.0  # seconds for an old store at the same port to go away
@@ -54,6 +60,8 @@ class Place:
     size: int | None
     host: str | None
     """The other machine that the store is on, if it is on another."""
+    where: str = "the store"
+    """For people."""
 
 
 def find_place(
@@ -78,17 +86,24 @@ def find_place(
     settings |= {k.upper(): values[-1] for k, values in parse_qs(url.query).items()}
     rank = _number("RANK", settings) if rank is None else rank
     size = _number("WORLD_SIZE", settings) if size is None else size
+    if url.scheme == "env" and rank is None and "MASTER_ADDR" not in settings:
+        script = Path(sys.argv[0]).name or "train.py"
+        raise ValueError(
+            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set: start the program with "
+            f"`gradwire launch -n 4 {script}`, or give init_rpc a rank, a world_size and "
+            "init_method='tcp://host:port'"
+        )
     _check_place(rank, size)
     if url.scheme == "file":
         path = url.netloc + url.path
         if not path:
             raise ValueError(f"{method!r} names no file: use file:///path")
-        return Place(FileStore(path), rank, size, None)
+        return Place(FileStore(path), rank, size, None, f"file://{path}")
     host, port = _env_address() if url.scheme == "env" else _tcp_address(url)
     # torchrun's agent hosts the store that it tells its workers about.
     hosting = rank == 0 and settings.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     found = _tcp_store(host, port, hosting, timeout)
-    return Place(found, rank, size, _remote_host(host))
+    return Place(found, rank, size, _remote_host(host), f"tcp://{host}:{port}")
 
 
 def _number(name: str, settings: Mapping[str, str]) -> int | None:
@@ -136,7 +151,10 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
     """The store at that address; retried, since its host may still be closing an old one."""
     deadline = time.monotonic() + timeout
     patience = min(deadline, time.monotonic() + _REOPEN)
+    report = WaitReport(lambda: f"port {port} of {host}, which is in use, to be free")
     while True:
+        if not hosting:
+            wait_for_listener(host, port, max(deadline - time.monotonic(), 0.0))
         left = max(deadline - time.monotonic(), 0.001)
         try:
             return TCPStore(
@@ -148,11 +166,18 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
             )
         except (RuntimeError, ValueError) as error:
             if time.monotonic() + _STEP > patience or not _is_passing(error):
-                role = "open" if hosting else "reach"
-                raise GradwireError(
-                    f"cannot {role} the store at {host}:{port}: {error}"
-                ) from error
+                raise GradwireError(_no_store(host, port, hosting, error)) from None
+            report.tick()
             time.sleep(_STEP)
+
+
+def _no_store(host: str, port: int, hosting: bool, error: Exception) -> str:
+    reason = str(error).partition("\n")[0]
+    if not hosting:
+        return f"cannot reach the store at {host}:{port}: {reason}"
+    if "in use" in str(error).lower():
+        reason = "another program, or another rank 0, uses this port: choose a free one"
+    return f"cannot open the store at {host}:{port}: {reason}"
 
 
 def _is_passing(error: Exception) -> bool:
@@ -190,6 +215,7 @@ class Meeting:
     def __init__(self, place: Place, options: Options) -> None:
         _check_place(place.rank, place.size)
         self._rank, self._size = place.rank, place.size
+        self._where = place.where
         self._own_key = options.secret()
         self._patience = options.join_timeout
         self._deadline = time.monotonic() + options.join_timeout
@@ -206,12 +232,27 @@ class Meeting:
 
     def key(self) -> bytes:
         """The world's secret: the user's own, or one drawn by whoever came first."""
-        if self._own_key is not None:
-            return self._own_key
-        drawn = secrets.token_hex(32)
         with _store_errors():
-            found = self._store().compare_set("key", "", drawn)
-        return bytes.fromhex(found.decode())
+            key = self._own_key
+            if key is None:
+                drawn = secrets.token_hex(32)
+                found = self._store().compare_set("key", "", drawn)
+                key = bytes.fromhex(found.decode())
+            if self._size is not None:
+                self._compare_key(key)
+        return key
+
+    def _compare_key(self, key: bytes) -> None:
+        """Name a key that differs from the others' now: later it would be a failed handshake."""
+        digest = hmac.digest(key, b"gradwire rendezvous", "sha256").hex()
+        found = self._store().compare_set("digest", "", digest).decode()
+        if not hmac.compare_digest(found, digest):
+            error = (
+                f"rank {self._rank} has another key than those that came before: give "
+                "all workers the same GRADWIRE_KEY or GRADWIRE_KEY_FILE, or none"
+            )
+            self._store().compare_set("failed", "", error)
+            raise AuthenticationError(error)
 
     def number(self) -> int:
         """This worker's id."""
@@ -301,13 +342,19 @@ class Meeting:
 
     def _wait_for(self, number: int) -> Card:
         """The card of a worker in a world of fixed size."""
+        report = WaitReport(self._awaited)
         while (card := self._published(number)) is None:
+            report.tick()
             if self._has("failed"):
                 raise GradwireError(
                     f"the world was given up: {self._store().get('failed').decode()}"
                 )
             if time.monotonic() > self._deadline:
-                raise GradwireError(self._missing())
+                raise GradwireError(
+                    f"of {self._size} workers, ranks {self._missing()} did not come within "
+                    f"{self._patience:g} s (join_timeout) to {self._where}: start them with "
+                    "the same address and world_size"
+                )
             time.sleep(_STEP / 10)
         return card
 
@@ -324,12 +371,11 @@ class Meeting:
             return False  # out of reach, which proves nothing
         return False
 
-    def _missing(self) -> str:
-        missing = [i for i in range(self._size or 0) if not self._has(f"card/{i}")]
-        return (
-            f"of {self._size} workers, ranks {missing} did not come within "
-            f"{self._patience:g} s"
-        )
+    def _missing(self) -> list[int]:
+        return [i for i in range(self._size or 0) if not self._has(f"card/{i}")]
+
+    def _awaited(self) -> str:
+        return f"ranks {self._missing()} of {self._size} at {self._where}"
 
     def _published(self, number: int) -> Card | None:
         if not self._has(f"card/{number}"):
@@ -359,8 +405,26 @@ class Meeting:
         while True:
             begun = int(world.add("joined", 1))
             found = PrefixStore(str((begun - 1) // self._size), world)
-            if not found.check(["failed"]):
+            if self._is_ours(found) and not found.check(["failed"]):
                 return found
+
+    def _is_ours(self, store: Store) -> bool:
+        """Whether a round is one of worlds of our size; if of others, whether it is complete.
+
+        Raises:
+            ValueError: it has begun with another size.
+        """
+        size = int(store.compare_set("size", "", str(self._size)))
+        if size == self._size:
+            return True
+        if not store.check([f"card/{rank}" for rank in range(size)]):
+            error = (
+                f"rank {self._rank} has world_size={self._size}, but those that came before "
+                f"have world_size={size}: give all the same"
+            )
+            store.compare_set("failed", "", error)
+            raise ValueError(error)
+        return False
 
     @contextmanager
     def _while_it_lasts(self) -> Iterator[Store | None]:
