@@ -15,7 +15,6 @@ from gradwire.tools.bench import ray_monarch
 from gradwire.tools.bench.command import main
 from gradwire.tools.bench.picture import draw
 from gradwire.tools.bench.report import Samples, markdown, show, summarize
-from gradwire.tools.bench.runner import available
 from gradwire.tools.bench.tasks import (
     TASKS,
     Caller,
@@ -23,6 +22,7 @@ from gradwire.tools.bench.tasks import (
     backward_over_local_nodes,
     local_nodes,
 )
+from gradwire.tools.bench.ways import available
 
 PNG = b"\x89PNG"
 GREEN, RED = "\x1b[32m", "\x1b[31m"
@@ -156,7 +156,7 @@ def test_a_short_run_writes_figures_and_a_picture(
     only = ["--only", "no-op call", "local nodes", "--rounds", "1"]
     ways = ["--ways", "torch", "gradwire"]
     assert main([*only, *ways, "--json", str(figures), "--png", str(picture)]) == 0
-    found = json.loads(figures.read_text())
+    found = json.loads(figures.read_text())["loops"]
     assert found["no-op call"]["gradwire"]["ratio"] > 0
     assert found[LOCAL]["gradwire"]["local"] > 0
     assert picture.read_bytes().startswith(PNG)

@@ -1,4 +1,4 @@
-"""The command: `gradwire bench [--rounds N] [--only WORD ...] [--ways WAY ...]`."""
+"""The command: `gradwire bench [--rounds N] [--only WORD ...] [--threads SETTING]`."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ def main(given: Sequence[str]) -> int:
     """Measure, show and write down."""
     parser = argparse.ArgumentParser(
         prog="gradwire bench",
-        description="Measure calls and backward passes beside torch RPC, in one run.",
+        description="Measure calls, backward passes and whole programs beside torch RPC.",
         epilog="example: gradwire bench --rounds 2 --only hops --ways torch gradwire",
     )
     add = parser.add_argument
     add("--rounds", type=int, default=5, metavar="COUNT",
-        help="how often each way takes its turn at each task (default: %(default)s)")  # fmt: skip
+        help="how often each way takes its turn at each row (default: %(default)s)")  # fmt: skip
     add("--only", nargs="+", default=[""], metavar="WORD",
-        help="tasks with one of these words in their names (default: all)")  # fmt: skip
+        help="rows with one of these words in their names; 'loops' or 'programs' "
+        "for all of these (default: all)")  # fmt: skip
+    add("--threads", choices=["default", "one", "both"], default="both",
+        help="of torch, in programs: as many as it takes by default, one, or both "
+        "in turn (default: %(default)s)")  # fmt: skip
     add("--ways", nargs="+", metavar="WAY",
         help="ways to call, such as torch or gradwire (default: all there are)")  # fmt: skip
     add("--json", type=Path, default=Path("bench.json"), metavar="FILE",

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
 
 import torch
+
+from .library import rpc
 
 _given: dict[int, torch.Tensor] = {}
 _busy = threading.Event()
@@ -52,15 +53,13 @@ def cpu_seconds() -> float:
     return time.process_time()
 
 
-call: Any = None
-"""`rpc_sync` of whoever is measured."""
-
-
 def hop(left: int, to: int, x: torch.Tensor) -> torch.Tensor:
     """Go back and forth between two workers."""
     if left == 1:
         return x + x
-    result: torch.Tensor = call(f"worker{1 - to}", hop, args=(left - 1, 1 - to, x + x))
+    result: torch.Tensor = rpc.rpc_sync(
+        f"worker{1 - to}", hop, args=(left - 1, 1 - to, x + x)
+    )
     return result
 
 

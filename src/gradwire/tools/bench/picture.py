@@ -11,7 +11,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from .report import BASE
+from .ways import BASE
 
 _COLOURS = {
     "gradwire": "#1f5fbf",

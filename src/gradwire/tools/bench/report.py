@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from .tasks import TASKS, Sample, Task
+from .ways import BASE
 
-BASE = "torch"
 _TITLE = (
     "medians; ×N: how many times faster than torch in the same run; "
     "+N %: how much more time than torch.autograd.backward"

@@ -16,32 +16,19 @@ import select
 import signal
 import subprocess
 import sys
-from typing import Any
 
 import psutil
 import torch
 
 from . import functions, ray_monarch
+from .library import DistributedOptimizer, dist_autograd, rpc
 from .tasks import TASKS, Caller, Sample
+from .ways import environment
 
 _ANSWER = "@"  # begins a line that is ours: torch may print others
 _LIMIT = 120.0
 # Seconds: the longest task of a rival takes fifteen, and sometimes one gets stuck.
 _RIVAL_LIMIT = 60.0
-
-WAYS = {
-    "torch": {},
-    "torch, huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
-    "gradwire": {},
-    "gradwire, TCP": {"GRADWIRE_UNIX_SOCKETS": "0"},
-    "Ray": {},
-    "Monarch": {},
-}
-
-
-def available() -> list[str]:
-    """The ways that can be measured here."""
-    return [way for way in WAYS if way[0].islower()] + ray_monarch.installed()
 
 
 class Contender:
@@ -52,7 +39,7 @@ class Contender:
         self.stuck_in: str | None = None
         """The task at which a rival stopped answering; it is left out from there on."""
         is_rival = way in ray_monarch.installed()
-        env = {**os.environ, **WAYS[way]}
+        env = environment(way)
         command = [sys.executable, "-W", "ignore", "-m", __spec__.name, way]
         self._limit = _LIMIT
         self._server = None
@@ -136,33 +123,21 @@ def _answers(caller: Caller) -> None:
         print(_ANSWER + json.dumps(sample), flush=True)
 
 
-def _pair(way: str, rank: int, port: int) -> None:
+def _pair(rank: int, port: int) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    name = f"worker{rank}"
-    if way.startswith("gradwire"):
-        from ... import autograd, optim, rpc
-    else:
-        rpc, autograd, optim = _torch()
-    functions.call = rpc.rpc_sync
-    rpc.init_rpc(name, rank=rank, world_size=2)
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     if rank == 0:
         _answers(
             Caller(
                 sync=lambda func, args: rpc.rpc_sync("worker1", func, args=args),
                 start=lambda func, args: rpc.rpc_async("worker1", func, args=args),
                 remote=lambda func, args: rpc.remote("worker1", func, args=args),
-                autograd=autograd,
+                autograd=dist_autograd,
                 own=rpc.RRef,
-                optimizer=optim.DistributedOptimizer,
+                optimizer=DistributedOptimizer,
             )
         )
     rpc.shutdown()
-
-
-def _torch() -> tuple[Any, Any, Any]:
-    from torch.distributed import autograd, optim, rpc
-
-    return rpc, autograd, optim
 
 
 def _main(way: str, rank: int, port: int) -> None:
@@ -172,7 +147,7 @@ def _main(way: str, rank: int, port: int) -> None:
     elif way == "Monarch":
         _answers(ray_monarch.monarch_caller())
     else:
-        _pair(way, rank, port)
+        _pair(rank, port)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,61 @@
+"""What a whole program is to the bench: who takes part, one step of it, and the right result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Step = Callable[[], float]
+"""One step, timed; returns what `check` wants to see, such as the loss."""
+
+
+def _nothing() -> None:
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A world of `clients` workers that take steps, and after them `servers` that are called."""
+
+    name: str
+    begin: Callable[[int], Step]
+    """Called with the rank of each client: prepares its steps."""
+    check: Callable[[Sequence[float]], str]
+    """What is wrong with the results of one client's steps; nothing: an empty string."""
+    steps: int
+    warm_up: int
+    """Steps before the clock starts."""
+    clients: int = 1
+    servers: int = 1
+    serve: Callable[[], None] = _nothing
+    """Called in each server before any client begins."""
+    pause: Callable[[], None] = _nothing
+    """Before each step, not timed."""
+    group: str = ""
+    """Programs with the same one run one after another in the same processes."""
+
+    @property
+    def workers(self) -> int:
+        return self.clients + self.servers
+
+    @property
+    def processes(self) -> str:
+        """What names the processes that it runs in."""
+        return self.group or self.name
+
+
+def fell(losses: Sequence[float]) -> str:
+    """The last loss is below the first."""
+    if losses[-1] < losses[0]:
+        return ""
+    return f"the loss went from {losses[0]:.6g} to {losses[-1]:.6g}"
+
+
+def always(expected: float) -> Callable[[Sequence[float]], str]:
+    """Every step gave this."""
+
+    def check(results: Sequence[float]) -> str:
+        wrong = [result for result in results if result != expected]
+        return f"{wrong[0]:.6g} instead of {expected:.6g}" if wrong else ""
+
+    return check
