@@ -4,7 +4,8 @@ from typing import Any
 
 import torch
 
-from gradwire._wire.codec import Codec, Manner
+from gradwire._wire import codec
+from gradwire._wire.codec import Manner
 from gradwire._wire.dense_tensors import INLINE
 from gradwire._wire.frames import Frame, Limits, Parcel
 from gradwire._wire.messages import Call
@@ -12,6 +13,25 @@ from gradwire._wire.messages import Call
 LIMITS = Limits(1 << 28, 1 << 34)
 PICKLE, PLAIN = Manner(), Manner(plain=True)
 LARGE = INLINE * 2  # bytes: such a tensor goes to the bulk area
+
+
+class Codec(codec.Codec):
+    """One that gives messages alone, without what was found in them."""
+
+    def call(self, *args: Any, **options: Any) -> Any:
+        return super().call(*args, **options)[0]
+
+    def result(self, *args: Any, **options: Any) -> Any:
+        return super().result(*args, **options)[0]
+
+    def message(self, *args: Any, **options: Any) -> Any:
+        return super().message(*args, **options)[0]
+
+    def open(self, *args: Any, **options: Any) -> Any:
+        message, traced, _ = super().open(*args, **options)
+        for tensor in traced:
+            tensor.requires_grad_()
+        return message
 
 
 def received(parcel: Parcel, manner: Manner = PICKLE) -> Any:

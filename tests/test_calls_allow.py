@@ -12,9 +12,10 @@ import torch
 
 import gradwire as gw
 from calls_world import Boom, boom, whoami
+from carrying import Codec
 from gradwire._rpc.allow import AllowList
 from gradwire._rpc.runner import Runner
-from gradwire._wire.codec import Codec, Manner
+from gradwire._wire.codec import Manner
 from gradwire._wire.frames import Limits
 from gradwire._wire.messages import Call
 from gradwire.testing import World

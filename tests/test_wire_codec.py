@@ -18,6 +18,7 @@ from carrying import (
     LIMITS,
     PICKLE,
     PLAIN,
+    Codec,
     assert_same,
     call_of,
     called,
@@ -32,7 +33,6 @@ from gradwire._wire.codec import (
     PICKLED,
     SAFE,
     SAFE_COMPILED,
-    Codec,
     Manner,
 )
 from gradwire._wire.frames import HEADER, Frame, Limits, Parcel

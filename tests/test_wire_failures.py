@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from carrying import LARGE, LIMITS, PICKLE, PLAIN, assert_same, received
+from carrying import LARGE, LIMITS, PICKLE, PLAIN, Codec, assert_same, received
 from gradwire._wire import safe_encoding
-from gradwire._wire.codec import SAFE, Codec, Manner
+from gradwire._wire.codec import SAFE, Manner
 from gradwire._wire.failures import revive_failure
 from gradwire._wire.frames import Frame, Limits
 from gradwire._wire.messages import FAILURE, Failure

@@ -19,8 +19,8 @@ from typing import Any
 import pytest
 import torch
 
-from carrying import LIMITS, PICKLE, PLAIN, call_of, called
-from gradwire._wire.codec import Codec, Manner
+from carrying import LIMITS, PICKLE, PLAIN, Codec, call_of, called
+from gradwire._wire.codec import Manner
 from gradwire._wire.functions import Names, resolve
 from gradwire._wire.pickling import PickleSerializer
 from gradwire.errors import NotAllowedError

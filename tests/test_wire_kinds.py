@@ -15,6 +15,7 @@ from carrying import (
     LIMITS,
     PICKLE,
     PLAIN,
+    Codec,
     assert_same,
     bits,
     carried,
@@ -22,7 +23,7 @@ from carrying import (
     packed,
 )
 from gradwire._wire import safe_encoding
-from gradwire._wire.codec import Codec, Manner
+from gradwire._wire.codec import Manner
 from gradwire.errors import ProtocolError
 
 pytestmark = pytest.mark.filterwarnings(

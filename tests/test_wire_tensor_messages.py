@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from carrying import LIMITS, PICKLE, PLAIN, assert_same
+from carrying import LIMITS, PICKLE, PLAIN, Codec, assert_same
 from gradwire._wire import raw_bytes, safe_encoding
-from gradwire._wire.codec import COMPILED, PICKLED, SAFE, SAFE_COMPILED, Codec, Manner
+from gradwire._wire.codec import COMPILED, PICKLED, SAFE, SAFE_COMPILED, Manner
 from gradwire._wire.frames import Frame, Limits
 from gradwire._wire.messages import CALL, RESULT, TensorMessage
 from gradwire._wire.signature_encoder import TENSOR_MESSAGE

@@ -20,6 +20,7 @@ from ._rpc.agent import Agent
 from ._rpc.allow import AllowList
 from ._rpc.collectives import Collectives
 from ._rpc.futures import CallFuture
+from ._rpc.interceptors import InterceptedCodec
 from ._rpc.messages import GREETING, Greeting
 from ._rpc.runner import Runner
 from ._rref.reference import RRef
@@ -92,11 +93,12 @@ class Worker:
     def _build_layers(self, kinds: Kinds) -> None:
         """Build what stands on the transport, and wire it together."""
         options = self.options
-        self._codec = Codec(
+        codec = Codec(
             Limits(options.max_body, options.max_bulk),
             plain_only=options.allow is not None,
             custom=options.serializer,
         )
+        self._codec = InterceptedCodec(codec)
         runner = kinds.runner(self._allow, self._executor.host)
         self._agent = Agent(
             self.card,
@@ -114,8 +116,7 @@ class Worker:
             timeout=options.timeout,
             kind=kinds.reference,
         )
-        for kind in (RRef, kinds.reference):
-            self._codec.carry(kind, self.references.carriage)
+        self._codec.carry((RRef, kinds.reference), self.references.carriage)
         self.autograd = Autograd(
             self._agent, self._executor, pickles=options.allow is None
         )

@@ -18,10 +18,11 @@ from typing import Any
 import pytest
 import torch
 
+from carrying import Codec
 from gradwire._transport.frame_reader import StreamReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import dense_tensors
-from gradwire._wire.codec import COMPILED, SAFE, SAFE_COMPILED, Codec, Manner
+from gradwire._wire.codec import COMPILED, SAFE, SAFE_COMPILED, Manner
 from gradwire._wire.frames import HEADER, Frame, Limits, Parcel
 from gradwire._wire.messages import CALL, GOODBYE, PING, RESULT, Call, Result
 from gradwire._wire.pickling import PickleSerializer

@@ -12,7 +12,6 @@ from functools import partial
 
 from torch import Tensor, is_grad_enabled
 
-from .._wire.cargo import require_grad
 from .._wire.frames import Frame, Parcel
 from .._wire.messages import RESULT
 from .arguments import check_kinds
@@ -23,7 +22,7 @@ from .strands import strands_of
 
 
 class Recording:
-    """Records messages of one worker (a `Recorder` of `_wire/cargo.py`)."""
+    """Records messages of one worker (a `Recorder` of `_rpc/interceptors.py`)."""
 
     def __init__(self, autograd: Autograd) -> None:
         self._find = autograd.contexts.arrived
@@ -58,7 +57,8 @@ class Recording:
         if tensors and frame.mark:
             context.add_recv(frame.mark, sender, make_recv(tensors))
         elif tensors:
-            require_grad(tensors)
+            for tensor in tensors:
+                tensor.requires_grad_()
         return context
 
 

@@ -15,7 +15,6 @@ from typing import Any, Protocol
 import torch
 
 from .._transport.base import Card, Transport
-from .._wire.codec import Codec
 from .._wire.frames import Frame, Parcel
 from .._wire.functions import describe
 from .._wire.messages import FAILURE, RESULT, Call
@@ -29,6 +28,7 @@ from .caller import Caller
 from .encoding import prepare
 from .ends import after
 from .futures import CallFuture, Failed
+from .interceptors import InterceptedCodec
 from .members import Members
 from .peers import Peer
 from .runner import Later, Runner
@@ -76,7 +76,7 @@ class Agent:
         options: Options,
         executor: Executor,
         transport: Transport,
-        codec: Codec,
+        codec: InterceptedCodec,
         runner: Runner,
     ) -> None:
         self.me = card

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from .._transport.base import NAP, Transport
-from .._wire.codec import Codec
 from .._wire.failures import revive_failure
 from .._wire.frames import Frame, Parcel
 from .._wire.functions import describe
@@ -30,6 +29,7 @@ from .calls import CallsInFlight, Pending
 from .deferred_requests import Held, HeldBack
 from .ends import account, after, fail, too_late, why_not_connected
 from .futures import CallFuture, Fate, fresh_copy, settle, wait_after
+from .interceptors import InterceptedCodec
 from .peers import Peer
 
 _MARGIN = 0.05  # seconds before the end of a call when it stops to connect
@@ -47,7 +47,7 @@ class Caller:
         options: Options,
         executor: Executor,
         transport: Transport,
-        codec: Codec,
+        codec: InterceptedCodec,
         deliver: Callable[[int, Frame], None],
     ) -> None:
         self.timeout_error = CallTimeout

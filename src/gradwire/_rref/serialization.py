@@ -26,7 +26,7 @@ _RETRY = 2.0  # seconds without an answer before the owner is asked again
 
 
 class Carriage:
-    """Carries the references of one worker (a `Carrier` of `_wire/cargo.py`)."""
+    """Carries the references of one worker (a `Carrier` of `_rpc/interceptors.py`)."""
 
     def __init__(
         self,

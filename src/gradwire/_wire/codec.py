@@ -16,16 +16,15 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from ..errors import NotAllowedError, ProtocolError
 from . import dense_tensors, raw_bytes, safe_encoding
-from .cargo import Cargo, Carrier, NoRecorder, Recorder, require_grad
 from .failures import describe_failure, shorten
-from .frames import Frame, Limits, Parcel
+from .frames import Frame, Freight, Limits, Parcel, Wait
 from .functions import Names, describe
 from .messages import (
     CALL,
@@ -41,14 +40,44 @@ from .messages import (
     getter,
     has_right_fields,
 )
-from .pickling import PickleSerializer, Reducer, Serializer
+from .pickling import Beside, PickleSerializer, Reducer, Serializer
 from .signature_decoder import Decoder, load_safely
-from .signature_encoder import NO_SUBJECT, Encoder, Subject, dump_pickle, dump_safely
+from .signature_encoder import NO_SUBJECT, Encoder, dump_pickle, dump_safely
 
 COMPILED, PICKLED, SAFE_COMPILED, SAFE, CUSTOM = 1, 2, 3, 4, 5
 _NO_NAMES: tuple[str, ...] = ()
-_Upper = tuple[GetFields, bool]  # the flag is that of `Codec.register`
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
+
+
+class Replaced(Protocol):
+    """What gives the numbers that travel for objects of some types in one message."""
+
+    @property
+    def freight(self) -> Sequence[Freight]:
+        """What keeps track of what becomes of them."""
+
+    def __call__(self, thing: Any) -> tuple[int, ...]:
+        """The numbers for one."""
+
+    def take_back(self) -> None:
+        """The message was not sent."""
+
+
+class Restored(Protocol):
+    """What makes such objects of their numbers."""
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """What must be over before they may be used."""
+
+    def __call__(self, *numbers: int) -> Any:
+        """The object."""
+
+
+Encoded = tuple[Parcel, Sequence[torch.Tensor], Replaced | None]
+"""A message, its tensors that require grad, and the objects replaced; None if it was compiled."""
+Opened = tuple[Any, Sequence[torch.Tensor], Restored | None]
+"""A message, its tensors that are to require grad, and the objects restored."""
 
 
 class Manner(NamedTuple):
@@ -77,10 +106,11 @@ class Codec:
         self._custom = custom
         self._names = Names()
         self._reducers: dict[type, Reducer] = {}
-        self._carriers: dict[type, Carrier] = {}
-        self._recorder: Any = NoRecorder()
+        self._replaced: frozenset[type] = frozenset()
+        self._replacing: Callable[[int, bool], Replaced] | None = None
+        self._restoring: Callable[[int], Restored] | None = None
         self._kinds: dict[type, int] = {Call: CALL}
-        self._upper: dict[type, _Upper] = {}
+        self._fields: dict[type, GetFields] = {}
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
         self._encoders = {
             False: Encoder(COMPILED, dump_pickle, limits),
@@ -94,39 +124,42 @@ class Codec:
             if custom is not None:
                 self._loaders[CUSTOM] = custom
 
-    def register(self, kind: int, message: type, *, in_context: bool = False) -> None:
-        """Teach it a message of an upper layer: a dataclass.
-
-        `in_context`: it belongs to the context in which it is sent, as calls do.
-        """
+    def register(self, kind: int, message: type) -> None:
+        """Teach it a message of an upper layer: a dataclass."""
         if kind < FIRST_UPPER or kind > 255 or kind in self._types:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
         self._types[kind] = message
         if not issubclass(message, TensorMessage):
-            self._upper[message] = getter(message), in_context
+            self._fields[message] = getter(message)
 
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
         """Pickle objects of exactly this type with `reducer`, as `copyreg` would."""
         self._reducers[kind] = reducer
 
-    def carry(self, kind: type, carrier: Carrier) -> None:
-        """Let a carrier keep the books about objects of exactly this type."""
-        self._carriers[kind] = carrier
+    def replace(
+        self,
+        kinds: Iterable[type],
+        replacing: Callable[[int, bool], Replaced],
+        restoring: Callable[[int], Restored],
+    ) -> None:
+        """Have numbers travel for objects of exactly these types.
 
-    def record_with(self, recorder: Recorder) -> None:
-        """Have the tensors of messages recorded."""
-        self._recorder = recorder
+        Called for each message that is pickled: `replacing(to, is_reply)`, `restoring(sender)`.
+        """
+        self._replaced = frozenset(kinds)
+        self._replacing, self._restoring = replacing, restoring
 
-    def call(self, call: Call, manner: Manner) -> Parcel:
+    def call(self, call: Call, manner: Manner, *, is_traced: bool = False) -> Encoded:
         """A call as a parcel; also of a message of an upper layer that is one.
+
+        `is_traced`: its tensors that require grad will have a history where they arrive.
 
         Raises:
             TypeError: an argument cannot be sent.
             ValueError: it is larger than the limits.
         """
         kind = self._kinds[type(call)]
-        context = self._recorder.current()
         name = call.function
         if type(name) is not str:
             name = self._names.name_of(name, manner.same_main)
@@ -137,9 +170,9 @@ class Codec:
             subject = (name, names, call.modes)
             if kind != CALL:
                 values = (call.ids, *values)
-            parcel = self._compiled(kind, subject, values, manner, context)
-            if parcel is not None:
-                return parcel
+            encoded = self._encoders[manner.plain].encode(kind, subject, values)
+            if encoded is not None:
+                return (*encoded, None)
         if name is None and manner.plain:
             raise NotAllowedError(
                 f"{call.function!r} cannot be imported by name, and the worker called "
@@ -148,22 +181,23 @@ class Codec:
         target = call.function if name is None else name
         fields = (target, call.args, call.kwargs, call.modes, call.ids)
         try:
-            return self._general(kind, fields, manner, context)
+            return self._general(kind, fields, manner, is_traced)
         except (RecursionError, pickle.PicklingError) as error:
             if "recursion" not in str(error):
                 raise
             what = describe(call.function)
             raise TypeError(f"arguments of {what} nest too deep") from error
 
-    def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
-        """A result as a parcel, in the context of what it answers."""
+    def result(self, value: Any, manner: Manner, *, is_traced: bool = False) -> Encoded:
+        """A result as a parcel."""
         if type(value) is TensorMessage:
             return self._tensor_message(RESULT, value, manner)
         if self._custom is None:
-            parcel = self._compiled(RESULT, NO_SUBJECT, (value,), manner, context)
-            if parcel is not None:
-                return parcel
-        return self._general(RESULT, (value,), manner, context)
+            encoder = self._encoders[manner.plain]
+            encoded = encoder.encode(RESULT, NO_SUBJECT, (value,))
+            if encoded is not None:
+                return (*encoded, None)
+        return self._general(RESULT, (value,), manner, is_traced)
 
     def failure(
         self, error: BaseException, manner: Manner, trace: str | None = None
@@ -173,36 +207,35 @@ class Codec:
         pickler = PickleSerializer(self._reducers, same_main=same)
         failure = describe_failure(error, None if manner.plain else pickler, trace)
         try:
-            return self._general(FAILURE, fields_of_failure(failure), manner)
+            return self._general(FAILURE, fields_of_failure(failure), manner)[0]
         except Exception:  # noqa: BLE001 user code; or it is larger than the limits
             short = shorten(failure, min(_MOST_TEXT, self._limits.body // 16))
-            return self._general(FAILURE, fields_of_failure(short), manner)
+            return self._general(FAILURE, fields_of_failure(short), manner)[0]
 
-    def message(self, message: Any, manner: Manner) -> Parcel:
+    def message(
+        self, message: Any, manner: Manner, *, is_traced: bool = False
+    ) -> Encoded:
         """A message of an upper layer as a parcel."""
         kind = self._kinds[type(message)]
-        upper = self._upper.get(type(message))
-        if upper is None:
+        fields_of = self._fields.get(type(message))
+        if fields_of is None:
             return self._tensor_message(kind, message, manner)
-        fields_of, in_context = upper
         fields = fields_of(message)
-        context = 0
-        # Without gradients, what is asked for is sent without them, too.
-        if in_context and self._recorder is not None and torch.is_grad_enabled():
-            context = self._recorder.current()
-        parcel = self._compiled(kind, NO_SUBJECT, fields, manner, context)
-        if parcel is None:
-            return self._general(kind, fields, manner, context)
-        return parcel
+        encoded = self._encoders[manner.plain].encode(kind, NO_SUBJECT, fields)
+        if encoded is not None:
+            return (*encoded, None)
+        return self._general(kind, fields, manner, is_traced)
 
     def _tensor_message(
         self, kind: int, message: TensorMessage, manner: Manner
-    ) -> Parcel:
+    ) -> Encoded:
         parcel = self._encoders[manner.plain].encode_tensors(kind, message)
-        return parcel or self._general(kind, message.unshared(), manner)
+        if parcel is not None:
+            return parcel, (), None
+        return self._general(kind, message.unshared(), manner)
 
-    def open(self, frame: Frame, sender: int = -1) -> Any:
-        """The message in a frame. It may be used after `frame.waits`.
+    def open(self, frame: Frame, sender: int = -1) -> Opened:
+        """The message in a frame.
 
         Raises:
             ProtocolError: the bytes make no sense.
@@ -211,29 +244,24 @@ class Codec:
         """
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            message, found = decoder.decode(frame)
-            if frame.scope:
-                frame.context = self._recorder.arrived(frame, sender, found)
-            elif found:
-                require_grad(found)
-            return message
+            return (*decoder.decode(frame), None)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
             raise self._refusal(frame.encoding)
-        cargo = Cargo(self._carriers, sender)
+        restored = self._restoring and self._restoring(sender)
+        beside = Beside(restore=restored)
         if frame.encoding == PICKLED:
-            loader = PickleSerializer(self._reducers, same_main=True, cargo=cargo)
-            frame.waits = cargo.waits
+            loader = PickleSerializer(self._reducers, same_main=True, beside=beside)
         body = memoryview(frame.body)
         arrived, at = dense_tensors.unpack(body, frame.area)
         fields = loader.loads(body[at:], arrived)
-        if frame.scope:
-            noted = [tensor for _, tensor in sorted(cargo.tensors.items())]
-            traced = (noted or _recorded(arrived)) if frame.mark else []
+        traced: list[torch.Tensor] = []
+        if frame.scope and frame.mark:
+            noted = [tensor for _, tensor in sorted(beside.traced.items())]
+            traced = noted or _requiring_grad(arrived)
             if len(arrived) > 1:
                 _set_apart(traced, arrived)
-            frame.context = self._recorder.arrived(frame, sender, traced)
-        return self._from_fields(frame.kind, fields)
+        return self._from_fields(frame.kind, fields), traced, restored
 
     def _refusal(self, encoding: int) -> Exception:
         if encoding in (COMPILED, PICKLED, CUSTOM) and self._plain_only:
@@ -260,29 +288,17 @@ class Codec:
             raise self._refusal(PICKLED)
         return message
 
-    def _compiled(
+    def _general(
         self,
         kind: int,
-        subject: Subject,
-        values: tuple[Any, ...],
+        fields: tuple[Any, ...],
         manner: Manner,
-        context: Any,
-    ) -> Parcel | None:
-        encoded = self._encoders[manner.plain].encode(kind, subject, values)
-        if encoded is None:
-            return None
-        parcel, traced = encoded
-        if context:
-            self._recorder.leaving(context, manner.to, parcel, traced)
-        return parcel
-
-    def _general(
-        self, kind: int, fields: tuple[Any, ...], manner: Manner, context: Any = None
-    ) -> Parcel:
+        is_traced: bool = False,
+    ) -> Encoded:
         found: list[torch.Tensor] = []
-        cargo = Cargo(self._carriers, manner.to, is_reply=kind == RESULT)
-        cargo.is_recorded = bool(context) and torch.is_grad_enabled()
-        encoding, serializer = self._serializer(manner, cargo)
+        replaced = self._replacing and self._replacing(manner.to, kind == RESULT)
+        beside = Beside(self._replaced, replaced, is_traced=is_traced)
+        encoding, serializer = self._serializer(manner, beside)
         try:
             data = serializer.dumps(fields, found)
             if encoding == CUSTOM and not all(map(dense_tensors.is_plain, found)):
@@ -290,30 +306,27 @@ class Codec:
                     "a serializer can put only dense CPU tensors beside its bytes"
                 )
             packed = dense_tensors.pack(found)
-            body = b"".join((*packed.head, data))
-            parcel = Parcel(kind, encoding, body)
+            parcel = Parcel(kind, encoding, b"".join((*packed.head, data)))
             parcel.with_bulk(packed.bulk, packed.bulk_length).check(self._limits)
-            if context:
-                noted = list(cargo.tensors.values()) or _recorded(found)
-                if cargo.is_recorded:
-                    self._recorder.check(noted)
-                self._recorder.leaving(context, manner.to, parcel, noted)
         except BaseException:
-            cargo.take_back()
+            if replaced is not None:
+                replaced.take_back()
             raise
-        parcel.freight = (*parcel.freight, *cargo.freight)
-        return parcel
+        traced = list(beside.traced.values())
+        if is_traced and not traced:  # it was not pickled by us
+            traced = _requiring_grad(found)
+        return parcel, traced, replaced
 
-    def _serializer(self, manner: Manner, cargo: Cargo) -> tuple[int, Serializer]:
+    def _serializer(self, manner: Manner, beside: Beside) -> tuple[int, Serializer]:
         if manner.plain:
             return SAFE, safe_encoding
         if self._custom is not None:
             return CUSTOM, self._custom
         same = manner.same_main
-        return PICKLED, PickleSerializer(self._reducers, same_main=same, cargo=cargo)
+        return PICKLED, PickleSerializer(self._reducers, same_main=same, beside=beside)
 
 
-def _recorded(values: Iterable[Any]) -> list[torch.Tensor]:
+def _requiring_grad(values: Iterable[Any]) -> list[torch.Tensor]:
     """The tensors that need gradients."""
     return [v for v in values if type(v) is torch.Tensor and v.requires_grad]
 

@@ -15,13 +15,13 @@ import pickle
 import sys
 import types
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import cloudpickle
 import torch
 
 from . import tensor_kinds
-from .cargo import Cargo
 from .functions import CHILD_MAIN, MAIN_MODULES
 
 Reducer = Callable[[Any], "tuple[Any, ...] | str"]
@@ -37,6 +37,33 @@ class Serializer(Protocol):
         """What `dumps` was given, with the tensors that arrived."""
 
 
+@dataclass(slots=True)
+class Beside:
+    """What one message holds besides the bytes and tensors of its pickle."""
+
+    replaced: frozenset[type] = frozenset()
+    """Exact types of objects for which numbers are pickled."""
+    replace: Callable[[Any], tuple[int, ...]] | None = None
+    """What gives the numbers of one."""
+    restore: Callable[..., Any] | None = None
+    """What makes the object of its numbers."""
+    is_traced: bool = False
+    """Tensors that require grad will have a history where they arrive."""
+    traced: dict[int, torch.Tensor] = field(default_factory=dict)
+    """Those, by number; where they arrived, without their history yet."""
+
+    def leave(self, tensor: torch.Tensor) -> int:
+        """The number of a tensor that leaves."""
+        number = len(self.traced)
+        self.traced[number] = tensor
+        return number
+
+    def arrive(self, number: int, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that arrived."""
+        self.traced[number] = tensor
+        return tensor
+
+
 class PickleSerializer:
     """The default serializer. `same_main`: the other worker runs the same script."""
 
@@ -45,55 +72,48 @@ class PickleSerializer:
         reducers: dict[type, Reducer],
         *,
         same_main: bool,
-        cargo: Cargo | None = None,
+        beside: Beside | None = None,
     ) -> None:
-        self._reducers = reducers
-        self._same_main = same_main
-        self._cargo = cargo
+        self.reducers = reducers
+        self.same_main = same_main
+        self._beside = beside or Beside()
 
     def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
         child = sys.modules.get(CHILD_MAIN)
-        if child is not None and not self._same_main:
+        if child is not None and not self.same_main:
             cloudpickle.register_pickle_by_value(child)  # which takes it for importable
         file = io.BytesIO()
-        pickler = _Pickler(file, tensors, self._reducers, self._same_main)
-        pickler.cargo = self._cargo
+        pickler = _Pickler(file, tensors, self, self._beside)
         pickler.dump(obj)
         return file.getvalue()
 
     def loads(self, data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
-        return _Unpickler(io.BytesIO(data), tensors, self._cargo).load()
+        return _Unpickler(io.BytesIO(data), tensors, self._beside).load()
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    cargo: Cargo | None = None
-
     def __init__(
         self,
         file: io.BytesIO,
         tensors: list[torch.Tensor],
-        reducers: dict[type, Reducer],
-        same_main: bool,
+        serializer: PickleSerializer,
+        beside: Beside,
     ) -> None:
         super().__init__(file, protocol=5)
         self._tensors = tensors
-        self._reducers = reducers
-        self._same_main = same_main
+        self._reducers = serializer.reducers
+        self._same_main = serializer.same_main
+        self._beside = beside
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
         if kind in self._reducers:
             return self._reducers[kind](obj)
-        cargo = self.cargo
-        if cargo is not None:
-            if kind in cargo.carriers:
-                return carried, cargo.load(kind, obj)
-            if (
-                cargo.is_recorded
-                and isinstance(obj, torch.Tensor)
-                and obj.requires_grad
-            ):
-                return recorded, (cargo.note(obj), without_history(obj))
+        beside = self._beside
+        if kind in beside.replaced and beside.replace is not None:
+            return restored, beside.replace(obj)
+        if beside.is_traced and isinstance(obj, torch.Tensor) and obj.requires_grad:
+            return traced, (beside.leave(obj), without_history(obj))
         if kind is torch.Tensor:
             return self._tensor(obj)
         if isinstance(obj, torch.Tensor):
@@ -131,21 +151,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 
 class _Unpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, tensors: list[torch.Tensor], cargo: Cargo | None
+        self, file: io.BytesIO, tensors: list[torch.Tensor], beside: Beside
     ) -> None:
         super().__init__(file)
         self._tensors = tensors
-        self._cargo = cargo
+        self._beside = beside
 
     def find_class(self, module: str, name: str) -> Any:
         if module == __name__:
             if name == "tensor_at":
                 return self._tensors.__getitem__
-            if self._cargo is not None:
-                if name == "carried":
-                    return self._cargo.unload
-                if name == "recorded":
-                    return self._cargo.noted
+            if name == "restored" and self._beside.restore is not None:
+                return self._beside.restore
+            if name == "traced":
+                return self._beside.arrive
         if module in MAIN_MODULES:
             module = "__main__"
         return super().find_class(module, name)
@@ -156,12 +175,12 @@ def tensor_at(index: int) -> torch.Tensor:
     raise pickle.UnpicklingError(f"tensor {index} is not part of this pickle")
 
 
-def carried(*fields: int) -> Any:
-    """Stands in a pickle for something of a carrier's."""
-    raise pickle.UnpicklingError("it can be carried in calls only")
+def restored(*numbers: int) -> Any:
+    """Stands in a pickle for an object that travels as numbers."""
+    raise pickle.UnpicklingError("it can be sent in calls only")
 
 
-def recorded(number: int, tensor: torch.Tensor) -> torch.Tensor:
+def traced(number: int, tensor: torch.Tensor) -> torch.Tensor:
     """Stands in a pickle around a tensor that gets a history on arrival."""
     raise pickle.UnpicklingError("it has a history in its context only")
 

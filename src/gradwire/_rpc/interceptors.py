@@ -1,0 +1,195 @@
+"""What upper layers do about messages that leave and arrive.
+
+The codec gives back what it found in a message: the tensors that require grad, and objects of some
+types that travel as a few numbers. Upper layers register an interceptor for each: a `Recorder`
+for the tensors, a `Carrier` for the objects. What they keep about a message goes with it here:
+a parcel's `freight` is told what became of it; a frame's `waits` are over before it is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from torch import Tensor, is_grad_enabled
+
+from .._wire.codec import Codec, Encoded, Manner
+from .._wire.frames import Frame, Freight, Parcel, Wait
+from .._wire.messages import Call, TensorMessage
+
+
+class Carrier(Protocol):
+    """Turns objects of some types into numbers, and back."""
+
+    def load(
+        self, thing: Any, to: int, is_reply: bool
+    ) -> tuple[tuple[int, ...], Freight]:
+        """The numbers that stand for it on its way to a worker.
+
+        The freight of a reply is told of its end only if it was not sent: nobody answers a reply.
+        """
+
+    def unload(self, fields: tuple[int, ...], sender: int) -> tuple[Any, Wait | None]:
+        """What came, and what has to be waited for before it may be used."""
+
+
+class Recorder(Protocol):
+    """Records tensors that require grad, when they leave and when they arrive.
+
+    A context is an object of its own: it is found once for a message, and handed on.
+    """
+
+    def current(self) -> Any:
+        """The context of this thread; None if there is none."""
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """Refuse what cannot be recorded. What is compiled from a signature can be.
+
+        Raises:
+            TypeError: there is one.
+        """
+
+    def leaving(
+        self, context: Any, to: int, parcel: Parcel, tensors: Sequence[Tensor]
+    ) -> None:
+        """A message of a context leaves, with these: what there is to say goes onto the parcel."""
+
+    def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Any:
+        """A message of a context came, with these that are to require grad; the context.
+
+        With a mark they get their history, in place; without, they are leaves.
+        """
+
+
+class Replaced:
+    """The objects in one message that leaves for which numbers travel."""
+
+    __slots__ = ("_carrier", "_is_reply", "_to", "freight")
+
+    def __init__(self, carrier: Carrier, to: int, is_reply: bool) -> None:
+        self._carrier = carrier
+        self._to = to
+        self._is_reply = is_reply
+        self.freight: list[Freight] = []
+
+    def __call__(self, thing: Any) -> tuple[int, ...]:
+        fields, freight = self._carrier.load(thing, self._to, self._is_reply)
+        self.freight.append(freight)
+        return fields
+
+    def take_back(self) -> None:
+        """The message was not sent."""
+        for freight in self.freight:
+            freight.in_doubt()
+
+
+class Restored:
+    """The objects in one message that arrived for which numbers travelled."""
+
+    __slots__ = ("_carrier", "_sender", "waits")
+
+    def __init__(self, carrier: Carrier, sender: int) -> None:
+        self._carrier = carrier
+        self._sender = sender
+        self.waits: list[Wait] = []
+
+    def __call__(self, *fields: int) -> Any:
+        thing, wait = self._carrier.unload(fields, self._sender)
+        if wait is not None:
+            self.waits.append(wait)
+        return thing
+
+
+class InterceptedCodec:
+    """The codec of an agent, with the interceptors of upper layers."""
+
+    def __init__(self, codec: Codec) -> None:
+        self._codec = codec
+        self._recorder: Recorder | None = None
+        self._in_context: set[type] = set()
+        self.failure = codec.failure
+        self.register_reducer = codec.register_reducer
+
+    def register(self, kind: int, message: type, *, in_context: bool = False) -> None:
+        """Teach it a message of an upper layer.
+
+        `in_context`: it belongs to the context in which it is sent, as calls do.
+        """
+        self._codec.register(kind, message)
+        if in_context:
+            self._in_context.add(message)
+
+    def record_with(self, recorder: Recorder) -> None:
+        """Have the tensors of messages recorded."""
+        self._recorder = recorder
+
+    def carry(self, kinds: Sequence[type], carrier: Carrier) -> None:
+        """Have a carrier turn objects of exactly these types into numbers."""
+        self._codec.replace(
+            kinds,
+            lambda to, is_reply: Replaced(carrier, to, is_reply),
+            lambda sender: Restored(carrier, sender),
+        )
+
+    def call(self, call: Call, manner: Manner) -> Parcel:
+        """A call as a parcel, in this thread's context.
+
+        Raises:
+            TypeError: an argument cannot be sent.
+            ValueError: it is larger than the limits.
+        """
+        recorder = self._recorder
+        context = None if recorder is None else recorder.current()
+        is_traced = context is not None and is_grad_enabled()
+        encoded = self._codec.call(call, manner, is_traced=is_traced)
+        return self._intercepted(encoded, context, manner)
+
+    def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
+        """A result as a parcel, in the context of what it answers."""
+        is_traced = context is not None and is_grad_enabled()
+        encoded = self._codec.result(value, manner, is_traced=is_traced)
+        if type(value) is TensorMessage:
+            context = None
+        return self._intercepted(encoded, context, manner)
+
+    def message(self, message: Any, manner: Manner) -> Parcel:
+        """A message of an upper layer as a parcel."""
+        context = None
+        # Without gradients, what is asked for is sent without them, too.
+        if type(message) in self._in_context and is_grad_enabled():
+            context = None if self._recorder is None else self._recorder.current()
+        encoded = self._codec.message(message, manner, is_traced=context is not None)
+        return self._intercepted(encoded, context, manner)
+
+    def _intercepted(self, encoded: Encoded, context: Any, manner: Manner) -> Parcel:
+        parcel, traced, replaced = encoded
+        if context is not None and self._recorder is not None:
+            try:
+                if replaced is not None and traced:
+                    self._recorder.check(traced)
+                self._recorder.leaving(context, manner.to, parcel, traced)
+            except BaseException:
+                if replaced is not None:
+                    replaced.take_back()
+                raise
+        if replaced is not None and replaced.freight:
+            parcel.freight = (*parcel.freight, *replaced.freight)
+        return parcel
+
+    def open(self, frame: Frame, sender: int) -> Any:
+        """The message in a frame. It may be used after `frame.waits`.
+
+        Raises:
+            ProtocolError: the bytes make no sense.
+            NotAllowedError: it holds a pickle, and this worker accepts none.
+            Exception: whatever unpickling it raises.
+        """
+        message, traced, restored = self._codec.open(frame, sender)
+        if restored is not None:
+            frame.waits = restored.waits
+        if frame.scope and self._recorder is not None:
+            frame.context = self._recorder.arrived(frame, sender, traced)
+        elif traced:
+            for tensor in traced:
+                tensor.requires_grad_()
+        return message
