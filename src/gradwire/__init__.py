@@ -11,7 +11,7 @@ import importlib as _importlib
 import typing as _typing
 
 if _typing.TYPE_CHECKING:
-    from . import autograd, checkpoint, nn, optim, rpc
+    from . import autograd, checkpoint, nn, optim, rpc, script
     from ._rref.reference import RRef
     from .api import (
         all_gather,
@@ -95,6 +95,7 @@ __all__ = [
     "rpc_async",
     "rpc_sync",
     "save",
+    "script",
     "shutdown",
 ]
 
@@ -104,7 +105,7 @@ _ORIGINS = "_rref.reference api checkpoint errors ids nn optim options worker".s
 def __getattr__(name: str) -> object:
     """A public name, with all others; or a module of ours."""
     is_module = (
-        name not in __all__ or name in "autograd checkpoint nn optim rpc".split()
+        name not in __all__ or name in "autograd checkpoint nn optim rpc script".split()
     )
     if not is_module:
         for origin in _ORIGINS:

@@ -94,9 +94,14 @@ def init_rpc(  # noqa: PLR0913 torch's signature
 def adopt(worker: Worker) -> None:
     """Make a worker this process's current one."""
     global _process
+    prepare(worker)
+    _process = worker
+
+
+def prepare(worker: Worker) -> None:
+    """Give a new worker what was registered before it came."""
     for kind, reducer in _reducers.items():
         worker.register_reducer(kind, reducer)
-    _process = worker
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:

@@ -141,7 +141,7 @@ class CallFuture(Future):
             raise fresh_copy(result)
 
         self._set_unwrap_func(look)
-        super().set_result(None)
+        super().set_result(fate.error)  # all that TorchScript sees
 
     def __await__(self) -> Generator[Any, None, Any]:
         self.fate.seen = True

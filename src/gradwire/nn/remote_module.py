@@ -8,6 +8,7 @@ to where the module is. What would have to hand out the parameters themselves sa
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import MethodType
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -26,7 +27,8 @@ class RemoteModule(Standin):
     `remote_device` names the worker and perhaps a device there: `"worker1"`, `"worker1/cuda:0"`,
     `"rank:1/cpu"`. What goes wrong there is raised by the first use. Inputs are moved to the
     module's device; what it returns from another device than the CPU arrives on the CPU. It can be
-    passed to other workers: all use the same module.
+    passed to other workers: all use the same module. With an `interface` (a class marked
+    `torch.jit.interface`) it can be scripted, and scripts can call it; needs `script.enable()`.
 
     Raises:
         ValueError, RuntimeError: `remote_device` makes no sense, or there is no such worker.
@@ -42,11 +44,33 @@ class RemoteModule(Standin):
         module_cls: Callable[..., nn.Module],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
+        interface: Any = None,
     ) -> None:
         super().__init__()
         on, device = parse_device(remote_device)
         given = (module_cls, tuple(args or ()), dict(kwargs or {}), device)
-        self._stand_for(remote(on, _create, args=given), on, device)
+        if interface is None:
+            self._stand_for(remote(on, _create, args=given), on, device)
+        else:
+            made = rpc_sync(on, _create_scripted, args=(interface, *given))
+            self._stand_for(made, on, device)
+            self._let_scripts_call(interface)
+
+    def _let_scripts_call(self, interface: Any) -> None:
+        """Have `torch.jit.script` take it for a module with this TorchScript interface."""
+        from .._script import remote_modules
+
+        for method in remote_modules.methods(interface, self._frontend()):
+            setattr(self, method.__name__, MethodType(method, self))
+        known = {"module_rref": remote_modules.annotated(interface), "device": str}
+        self.__annotations__ = known
+
+    @staticmethod
+    def _frontend() -> Any:
+        """Whose functions it makes its calls by, in scripts."""
+        from .._script.own import OWN
+
+        return OWN
 
     @classmethod
     def from_module_rref(
@@ -245,6 +269,13 @@ def _create(
             f"but it returns an instance of {type(module)}."
         )
     return module.to(device)
+
+
+def _create_scripted(interface: Any, *given: Any) -> RRef[nn.Module]:
+    from .._script import compiler, remote_modules
+
+    remote_modules.remote_forward(interface)  # which the callers name
+    return RRef(compiler.script(_create(*given)), interface)
 
 
 def _receive(

@@ -15,7 +15,7 @@ from typing import Any
 from .._transport.base import Transport
 from .._transport.faulty import Faults, FaultyTransport
 from .._transport.loopback import LoopbackNetwork, LoopbackTransport
-from ..api import enter
+from ..api import enter, prepare
 from ..options import Options
 from ..threads import Executor
 from ..worker import Worker
@@ -50,6 +50,8 @@ class World:
             )
             for i in range(size)
         ]
+        for worker in self.workers:
+            prepare(worker)
         cards = [worker.card for worker in self.workers]
         for worker in self.workers:
             worker.start(cards, b"", None)

@@ -1,0 +1,1 @@
+"""TorchScript: calls, references and backward passes made by scripts, which run without Python."""

@@ -1,0 +1,234 @@
+"""Rewrites the calls in a function that is about to be scripted.
+
+    rpc_async(to, f, (a, b), kwargs, timeout)
+
+becomes, with functions that `calls.py` generates,
+
+    rpc_async_f(to, arguments_f(a, b), kwargs, timeout)
+
+TorchScript has no values that are functions, so `f` has to be a name that is known when the script
+is compiled, as it has to be with torch's own RPC. Names are looked up as Python would; those that
+the function itself assigns are left alone. New nodes stand where the call stood, for error
+messages.
+
+A future that Python passes in holds an object of Python, of which a script can make nothing: so a
+function that takes a `Future[T]` begins by making one of its own of it.
+
+Private torch names: `torch._jit_internal.get_closure`, what a function's names stand for.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import copy
+import typing
+from typing import Any
+
+import torch
+from torch._jit_internal import get_closure
+from torch.jit.frontend import NotSupportedError
+
+from . import calls, compiler, frontends, targets
+
+_PARAMETERS = ("to", "func", "args", "kwargs", "timeout")
+_SWITCHING = {"fork", "_fork", "wait", "_wait"}
+
+
+def rewrite(function: Any, parsed: Any) -> None:
+    """Rewrite what `parse_def` has made of a function, in place."""
+    definition = parsed.ast.body[0]
+    names = _Names(function, definition)
+    rewriter = _Calls(names, parsed.ctx)
+    definition.body = [rewriter.visit(statement) for statement in definition.body]
+    first = definition.body[0]
+    for argument in _arguments(definition):
+        typed = names.inner(argument.annotation, torch.futures.Future)
+        if typed is not None:
+            definition.body.insert(0, _retyped(argument.arg, typed, first))
+        argument.annotation = _annotated(names, argument.annotation)
+    definition.returns = _annotated(names, definition.returns)
+    if rewriter.may_switch:
+        definition.body.insert(0, _note(first))
+
+
+def _arguments(definition: ast.FunctionDef) -> list[ast.arg]:
+    return [*definition.args.args, *definition.args.kwonlyargs]
+
+
+class _Names:
+    """What names stand for in a function."""
+
+    def __init__(self, function: Any, definition: ast.FunctionDef) -> None:
+        self.known: dict[str, Any] = get_closure(function)
+        self._own = {argument.arg for argument in _arguments(definition)}
+        for node in ast.walk(definition):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self._own.add(node.id)
+
+    def find(self, node: ast.expr) -> Any:
+        """The object that `a` or `a.b.c` is; None if that is not known."""
+        if isinstance(node, ast.Attribute):
+            return getattr(self.find(node.value), node.attr, None)
+        if not isinstance(node, ast.Name) or node.id in self._own:
+            return None
+        return self.known.get(node.id, getattr(builtins, node.id, None))
+
+    def inner(self, annotation: ast.expr | None, *kinds: Any) -> Any:
+        """T, where an annotation is `kind[T]` for one of these; None if not, or not known yet."""
+        if not isinstance(annotation, ast.Subscript):
+            return None
+        if self.find(annotation.value) not in kinds:
+            return None
+        code = compile(
+            ast.Expression(copy.deepcopy(annotation)), "<annotation>", "eval"
+        )
+        try:
+            (found,) = typing.get_args(eval(code, dict(self.known)))
+        except NameError:  # in quotes, or not there yet: the compiler will say
+            return None
+        return found
+
+
+class _Calls(ast.NodeTransformer):
+    """Rewrites calls and annotations; notes whether the script may change threads."""
+
+    def __init__(self, names: _Names, context: Any) -> None:
+        self._names = names
+        self._context = context
+        self.may_switch = False
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        self.generic_visit(node)
+        node.annotation = _annotated(self._names, node.annotation)
+        return node
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        waited = _waited_call(node)
+        found = None if waited is None else self._found(waited)
+        if waited is not None and found is not None and found[1] == "rpc_async":
+            self.generic_visit(waited)
+            return self._call(waited, found[0], "rpc_sync")
+        self.generic_visit(node)
+        found = self._found(node)
+        if found is None:
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            self.may_switch |= name in _SWITCHING
+            return node
+        return self._call(node, *found)
+
+    def _found(self, node: ast.Call) -> tuple[str, str] | None:
+        return frontends.find(self._names.find(node.func))
+
+    def _call(self, node: ast.Call, frontend: str, way: str) -> ast.AST:
+        given = dict(zip(_PARAMETERS, node.args, strict=False))
+        given |= {keyword.arg or "": keyword.value for keyword in node.keywords}
+        function, target = self._target(node, given)
+        packed = ast.Call(_helper(calls.arguments_of(function)), [], [])
+        packed.args = _positional(given.get("args"))
+        kwargs = given.get("kwargs", ast.Constant(None))
+        if isinstance(kwargs, ast.Dict) and all(map(_is_text, kwargs.keys)):
+            pairs = zip(kwargs.keys, kwargs.values, strict=True)
+            packed.keywords = [ast.keyword(key.value, value) for key, value in pairs]  # type: ignore[union-attr]
+            kwargs = ast.Constant(None)
+        timeout = given.get("timeout", ast.Constant(-1.0))
+        timeout = ast.Call(ast.Name("float", ast.Load()), [timeout], [])
+        made = ast.Call(
+            _helper(calls.calling(frontend, way, function, target)),
+            [given["to"], packed, kwargs, timeout],
+            [],
+        )
+        placed: ast.AST = _placed(made, node)
+        return placed
+
+    def _target(self, node: ast.Call, given: dict[str, ast.expr]) -> tuple[Any, str]:
+        """The scripted function that is called, and the name it goes by."""
+        missing = [name for name in ("to", "func") if name not in given]
+        unknown = given.keys() - set(_PARAMETERS)
+        if missing or unknown or len(node.args) > len(_PARAMETERS):
+            raise self._refuse(node, f"takes {', '.join(_PARAMETERS)}")
+        function = self._names.find(given["func"])
+        if isinstance(function, torch.jit.ScriptFunction):
+            return function, function.qualified_name
+        if not callable(function):
+            raise self._refuse(
+                node,
+                f"cannot call {ast.unparse(given['func'])!r} from a script: name a scripted "
+                "function that is known when the script is compiled",
+            )
+        scripted = compiler.script(
+            function
+        )  # for its signature; the call will be refused
+        return scripted, targets.PYTHON + scripted.qualified_name
+
+    def _refuse(self, node: ast.Call, why: str) -> NotSupportedError:
+        start = node.col_offset
+        where = self._context.make_range(node.lineno, start, start + 1)
+        return NotSupportedError(where, f"{ast.unparse(node.func)} {why}")
+
+
+def _annotated(names: _Names, node: Any) -> Any:
+    """An annotation with every `RRef[T]` in it written as the class it is in TorchScript.
+
+    The compiler resolves most forms by itself (`hooks.py`), but not, for one, `RRef[T] | None`.
+    """
+    return node if node is None else _Annotations(names).visit(node)
+
+
+class _Annotations(ast.NodeTransformer):
+    def __init__(self, names: _Names) -> None:
+        self._names = names
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        inner = self._names.inner(node, *frontends.references())
+        if inner is None:
+            return self.generic_visit(node)
+        placed: ast.AST = _placed(_helper(calls.reference(inner)), node)
+        return placed
+
+
+def _waited_call(node: ast.Call) -> ast.Call | None:
+    """The call in `call(...).wait()`."""
+    function = node.func
+    if isinstance(function, ast.Attribute) and function.attr == "wait":
+        inner = function.value
+        if isinstance(inner, ast.Call) and not node.args and not node.keywords:
+            return inner
+    return None
+
+
+def _positional(args: ast.expr | None) -> list[ast.expr]:
+    if args is None:
+        return []
+    if isinstance(args, (ast.Tuple, ast.List)):
+        return args.elts
+    return [ast.Starred(args, ast.Load())]
+
+
+def _is_text(node: ast.expr | None) -> bool:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _helper(name: str) -> ast.expr:
+    return ast.Name(name, ast.Load())
+
+
+def _retyped(name: str, inner: Any, before: ast.stmt) -> Any:
+    made = ast.Call(
+        _helper(calls.typed_future(inner)), [ast.Name(name, ast.Load())], []
+    )
+    return _placed(ast.Assign([ast.Name(name, ast.Store())], made), before)
+
+
+def _note(before: ast.stmt) -> Any:
+    return _placed(ast.Expr(ast.Call(_helper(calls.note()), [], [])), before)
+
+
+def _placed(new: Any, old: ast.AST) -> Any:
+    """The same, where the old one stands in the source."""
+    for node in ast.walk(new):
+        if isinstance(node, (ast.expr, ast.stmt, ast.keyword)) and not hasattr(
+            node, "lineno"
+        ):
+            ast.copy_location(node, old)
+    return new

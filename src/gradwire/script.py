@@ -1,0 +1,32 @@
+"""Calls, references and backward passes made by TorchScript.
+
+After `enable()`, functions and modules that are scripted can call `rpc_sync`, `rpc_async` and
+`remote` on scripted functions, take, hold and return `RRef[T]`, and call `backward` and
+`get_gradients`.
+"""
+
+from __future__ import annotations
+
+__all__ = ["disable", "enable"]
+
+
+def enable() -> None:
+    """Have functions that are scripted from now on make calls; twice is fine.
+
+    This puts a few hooks into torch's compiler. Programs under `gradwire run` have it already.
+
+    Raises:
+        RuntimeError: this torch has no TorchScript.
+    """
+    from ._script import hooks
+    from ._script.own import OWN
+
+    hooks.install(OWN)
+
+
+def disable() -> None:
+    """Take the hooks out of torch's compiler. What was scripted meanwhile goes on to work."""
+    from ._script import hooks
+    from ._script.own import OWN
+
+    hooks.uninstall(OWN)

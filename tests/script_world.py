@@ -1,0 +1,123 @@
+"""What the tests of scripts share: scripted functions to call, and a world with scripting on.
+
+The functions stand here under their own names, so that other workers find them; those that make
+calls are scripted by the tests, while scripting is on.
+"""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire as gw
+from gradwire.testing import World
+
+
+def script(value: Any) -> Any:
+    """`torch.jit.script`, without its word on being deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return torch.jit.script(value)
+
+
+@contextmanager
+def scripting_world(size: int = 2) -> Iterator[World]:
+    """A world, seen as its first worker."""
+    gw.script.enable()
+    try:
+        with World(size) as world, world.as_worker(0):
+            yield world
+    finally:
+        gw.script.disable()
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    with scripting_world() as made:
+        yield made
+
+
+class Pair(NamedTuple):
+    first: Tensor
+    second: int
+
+
+@torch.jit.interface
+class Scales(torch.nn.Module):
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        pass
+
+
+class Scale(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 3.0))
+
+    def forward(self, x: Tensor, times: int = 2) -> Tensor:
+        return self.weight * x * times
+
+
+@script
+def add(x: Tensor, y: Tensor) -> Tensor:
+    return x + y
+
+
+@script
+def mixed(
+    x: Tensor, word: str, number: int = 2, more: str = "!"
+) -> tuple[Tensor, str, int]:
+    return x * number, word + more, number
+
+
+@script
+def fuse(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(x * y + x)
+
+
+@script
+def nothing(x: Tensor) -> None:
+    x.add_(1)
+
+
+@script
+def no_arguments() -> int:
+    return 3
+
+
+@script
+def fails(x: Tensor) -> Tensor:
+    raise ValueError("no good today")
+    return x
+
+
+@script
+def returns_none_or_list(is_list: bool) -> list[Tensor] | None:
+    return [torch.ones(1)] if is_list else None
+
+
+@script
+def returns_dict(word: str) -> dict[str, list[int]]:
+    return {word: [1, 2]}
+
+
+@script
+def returns_pair(x: Tensor) -> Pair:
+    return Pair(x, 1)
+
+
+@torch.jit.ignore
+def name_of_worker() -> str:
+    return gw.get_worker_info().name
+
+
+@script
+def whoami() -> str:
+    return name_of_worker()
+
+
+def in_python(x: Tensor) -> Tensor:
+    return x
