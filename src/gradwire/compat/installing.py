@@ -86,7 +86,7 @@ def _replace_names() -> None:
     import torch
 
     from . import futures, groups
-    from .rpc import RRef, profiling
+    from .rpc import RRef, profiling, scripting
 
     replaced = [
         (torch._jit_internal, "RRef", RRef),
@@ -105,6 +105,7 @@ def _replace_names() -> None:
             for public in module.__all__:
                 setattr(sys.modules[name], public, getattr(module, public))
     profiling.install()
+    scripting.install()
 
 
 class _Finder(MetaPathFinder):

@@ -8,11 +8,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from .._rref.reference import RRef
 from ..api import register_reducer
 from ..nn import RemoteModule as _Base
+from ..nn.device import parse_device
+from .rpc.scripting import TORCH
 
 __all__ = ["RemoteModule"]
 
@@ -43,12 +46,30 @@ class _RemoteModule(_Base):
         kwargs: Mapping[str, Any] | None = None,
         _module_interface_cls: Any = None,
     ) -> None:
+        super().__init__(
+            remote_device, module_cls, args, kwargs, interface=_module_interface_cls
+        )
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str,
+        module_rref: RRef[nn.Module],
+        _module_interface_cls: Any = None,
+    ) -> Any:
+        """Stand for a module that there is already."""
+        made: Any = RemoteModule.from_module_rref(module_rref)
+        made.on, made.device = parse_device(remote_device)
         if _module_interface_cls is not None:
-            raise RuntimeError(
-                "_module_interface_cls: a RemoteModule that TorchScript calls is not there in "
-                "Gradwire, whose calls are made from Python (docs/migrate.md)"
-            )
-        super().__init__(remote_device, module_cls, args, kwargs)
+            made._let_scripts_call(_module_interface_cls)
+        return made
+
+    def _let_scripts_call(self, interface: Any) -> None:
+        super()._let_scripts_call(interface)
+        self.is_scriptable = True
+
+    @staticmethod
+    def _frontend() -> Any:
+        return TORCH
 
     def _stand_for(
         self, module_rref: RRef[nn.Module], on: str | int, device: str
@@ -73,6 +94,20 @@ class _RemoteModule(_Base):
         raise RuntimeError(
             "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled "
             "when using RPC"
+        )
+
+    @torch.jit.export
+    def __getstate__(self) -> None:
+        raise RuntimeError(
+            "Cannot pickle RemoteModule in python pickler. "
+            "RemoteModule can only be pickled when using RPC"
+        )
+
+    @torch.jit.export
+    def __setstate__(self, state: None) -> None:
+        raise RuntimeError(
+            "Cannot unpickle RemoteModule in python pickler. "
+            "RemoteModule can only be unpickled when using RPC"
         )
 
     __repr__ = object.__repr__

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import typing
 
+from ..._script import pickled as _pickled
 from .. import autograd as _autograd
 from .. import state as _state
 from . import api, backend_registry, constants, functions, internal, options
@@ -89,6 +90,15 @@ def enable_gil_profiling(flag: bool) -> None:
 def _rref_context_get_debug_info() -> dict[str, str]:
     info: dict[str, str] = _state.get().rref_info()
     return info
+
+
+def _enable_jit_rref_pickle() -> None:
+    """Have references saved with scripted modules; each is kept for as long as its worker lives."""
+    _pickled.allow(True)
+
+
+def _disable_jit_rref_pickle() -> None:
+    _pickled.allow(False)
 
 
 @api._require_initialized

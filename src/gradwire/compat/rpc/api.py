@@ -15,12 +15,14 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
+from torch.jit import ScriptFunction
 
 from .. import state
 from . import profiling
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from .internal import PythonUDF, RPCExecMode, _internal_rpc_pickler, run_pickled
 from .references import RRef
+from .scripts import check_arguments
 from .workers import WorkerInfo
 
 __all__ = [
@@ -109,7 +111,9 @@ def rpc_sync(
     agent = state.agent
     if agent is None:
         raise _not_initialized()
-    if _default_pickler is not _internal_rpc_pickler:
+    if type(func) is ScriptFunction:
+        check_arguments(func, args, kwargs)
+    elif _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _packed(func, args, kwargs)
     if profiling.is_on():
         return profiling.call(
@@ -129,7 +133,9 @@ def rpc_async(
     agent = state.agent
     if agent is None:
         raise _not_initialized()
-    if _default_pickler is not _internal_rpc_pickler:
+    if type(func) is ScriptFunction:
+        check_arguments(func, args, kwargs)
+    elif _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _packed(func, args, kwargs)
     future: torch.futures.Future[Any]
     if profiling.is_on():
@@ -154,7 +160,9 @@ def remote(
     agent = state.agent
     if agent is None:
         raise _not_initialized()
-    if _default_pickler is not _internal_rpc_pickler:
+    if type(func) is ScriptFunction:
+        check_arguments(func, args, kwargs)
+    elif _default_pickler is not _internal_rpc_pickler:
         func, args, kwargs = _packed(func, args, kwargs)
     rref: RRef[Any]
     if profiling.is_on():

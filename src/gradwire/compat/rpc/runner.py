@@ -16,8 +16,7 @@ from ..._wire.messages import Call
 from ...api import current_worker
 from .. import state
 from . import profiling
-from .references import RRef
-from .scripts import builtin_name, is_scripted, original
+from .scripts import builtin_name, is_scripted, shared
 from .workers import known
 
 _START = 60.0  # seconds for `init_rpc` to come to its end here, when others are ahead
@@ -45,7 +44,9 @@ class TorchRunner(Runner):
     def run_function(self, function: Any, call: Call) -> Any:
         try:
             with profiling.for_this_process():
-                value = super().run_function(_prepared(function, call.args), call)
+                value = super().run_function(_prepared(function), call)
+            if is_scripted(function):
+                return shared(value)
             if isinstance(value, torch.Future):
                 raise RuntimeError("Can not pickle torch.futures.Future")
         except Exception as error:
@@ -73,6 +74,11 @@ class _Asynchronous:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         value = self._function(*args, **kwargs)
         if not isinstance(value, torch.Future):
+            if is_scripted(self._function._wrapped_async_rpc_function):
+                raise RuntimeError(
+                    "Async functions must return an IValue of Future type, but got "
+                    f"{type(value).__name__}"
+                )
             raise RuntimeError(
                 "Functions decorated with @rpc.async_function must return a "
                 f"torch.futures.Future object, but got {type(value)}"
@@ -80,12 +86,8 @@ class _Asynchronous:
         return value
 
 
-def _prepared(function: Any, args: tuple[Any, ...]) -> Any:
-    if is_async_execution(function):
-        return _Asynchronous(function)
-    if is_scripted(function) and any(isinstance(arg, RRef) for arg in args):
-        return original(function)  # TorchScript takes no references of ours
-    return function
+def _prepared(function: Any) -> Any:
+    return _Asynchronous(function) if is_async_execution(function) else function
 
 
 def _check_copy(error: Exception) -> None:

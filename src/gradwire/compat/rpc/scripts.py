@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
+
+from ..._script.calls import packer
 
 
 def builtin_name(function: Any) -> str | None:
@@ -17,9 +20,36 @@ def is_scripted(function: Any) -> bool:
     return isinstance(function, torch.jit.ScriptFunction)
 
 
-def original(function: Any) -> Any:
-    """The Python function that was scripted."""
-    return function._torchdynamo_inline
+def check_arguments(function: Any, args: Any, kwargs: Any) -> None:
+    """See that a scripted function takes these arguments, before they are sent.
+
+    Raises:
+        RuntimeError: it does not, in TorchScript's own words.
+    """
+    args = args or ()
+    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
+        takes, needs = _signature(function)
+        if needs <= len(args) <= len(takes) and all(takes[: len(args)]):
+            return
+    packer(function)(*args, **(kwargs or {}))
+
+
+@lru_cache(maxsize=4096)
+def _signature(function: Any) -> tuple[tuple[bool, ...], int]:
+    """By parameter, whether it is a tensor; and how many have to be given."""
+    parameters = function.schema.arguments
+    takes = tuple(str(parameter.type) == "Tensor" for parameter in parameters)
+    needs = sum(not parameter.has_default_value() for parameter in parameters)
+    return takes, needs
+
+
+def shared(value: Any) -> Any:
+    """What a scripted function has returned, such that scripts see one another's changes of it."""
+    if type(value) is list and value:
+        return torch._C.ScriptList(value)
+    if type(value) is dict and value:
+        return torch._C.ScriptDict(value)
+    return value
 
 
 def profiled_name(function: Any) -> str:
