@@ -17,6 +17,7 @@ from gradwire.tools.bench.group import FailedError, Group
 from gradwire.tools.bench.program import Program, always, fell
 from gradwire.tools.bench.program_report import (
     Samples,
+    goals_of,
     markdown_programs,
     percentile,
     sample_of,
@@ -25,6 +26,9 @@ from gradwire.tools.bench.program_report import (
 )
 from gradwire.tools.bench.program_runner import measure_programs
 from gradwire.tools.bench.programs import PROGRAMS
+from gradwire.tools.bench.ways import environment, is_known
+
+GREEN, RED = "\x1b[32m", "\x1b[31m"
 
 
 def by_name(name: str) -> Program:
@@ -101,8 +105,28 @@ def test_the_table_shows_times_ratios_and_failures() -> None:
     summary = summarize_programs(samples())
     show_programs(summary, "one", Console(file=text, width=160))
     assert "one thread" in text.getvalue()
-    assert "│  3 ms / 3 ms / 4.5 ms │     ×2 │  ×4 │  ×2 │" in text.getvalue()
+    assert "│  3 ms / 3 ms / 4.5 ms │     ×2 │  ×4 │  ×2 │   ×3 │" in text.getvalue()
     assert "torch: sync add, 1 caller: hung: worker1 did not" in text.getvalue()
+
+
+def test_promises_are_shown_as_kept_or_broken() -> None:
+    text = StringIO()
+    console = Console(
+        file=text, width=160, force_terminal=True, color_system="standard"
+    )
+    show_programs(summarize_programs(samples()), "one", console)
+    assert f"{RED}×2" in text.getvalue()
+    assert f"{GREEN}×2" in text.getvalue()  # CPU
+    assert "×4" in text.getvalue()  # p90 has no promise here: no colour
+    assert f"{GREEN}×4" not in text.getvalue()
+
+
+def test_a_promise_may_depend_on_the_threads() -> None:
+    program = by_name("trainer + server")
+    assert goals_of(program, "one") == {"median": 3, "cpu": 1}
+    assert goals_of(program, "default") == {"median": 2.5, "cpu": 1}
+    paced = by_name("add, every 10 ms of sleep")
+    assert goals_of(paced, "one") == {"median": 2, "p90": 1.8, "cpu": 1}
 
 
 def test_the_table_for_a_page_has_the_same_figures() -> None:
@@ -228,6 +252,19 @@ def test_a_hung_worker_ends_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         monkeypatch.undo()
         group.close()
+
+
+def test_a_variant_has_its_settings_in_the_environment(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("GRADWIRE_SPIN", "1")
+    found = environment("gradwire, GRADWIRE_SPIN=0 GRADWIRE_UNIX_SOCKETS=0")
+    assert found["GRADWIRE_SPIN"] == found["GRADWIRE_UNIX_SOCKETS"] == "0"
+    assert environment("gradwire")["GRADWIRE_SPIN"] == "1"
+    assert not is_known("gradwire, slow")
+    with pytest.raises(SystemExit):
+        main(["--ways", "gradwire, slow"])
+    assert "--ways 'gradwire, slow': use some of 'torch'" in capsys.readouterr().err
 
 
 def test_a_word_that_names_no_program_is_refused(

@@ -24,7 +24,8 @@ def main(given: Sequence[str]) -> int:
         help="of torch, in programs: as many as it takes by default, one, or both "
         "in turn (default: %(default)s)")  # fmt: skip
     add("--ways", nargs="+", metavar="WAY",
-        help="ways to call, such as torch or gradwire (default: all there are)")  # fmt: skip
+        help="who takes part, such as torch, gradwire or 'gradwire, NAME=VALUE' with "
+        "an environment variable (default: all there are; of programs the first two)")  # fmt: skip
     add("--json", type=Path, default=Path("bench.json"), metavar="FILE",
         help="where to put the figures (default: %(default)s)")  # fmt: skip
     add("--png", type=Path, default=Path("bench.png"), metavar="FILE",

@@ -21,7 +21,7 @@ from .ray_monarch import installed
 from .report import Samples, markdown, show, summarize
 from .runner import Contender
 from .tasks import TASKS
-from .ways import BASE, available
+from .ways import BASE, available, is_known
 
 _DEFAULT_WAYS = [BASE, "gradwire"]
 """Of whole programs; others take part when they are named."""
@@ -30,8 +30,9 @@ _DEFAULT_WAYS = [BASE, "gradwire"]
 def compare(chosen: Namespace, refuse: Callable[[str], NoReturn]) -> int:
     """Measure, show and write down; `refuse` arguments that name no row or no way to call."""
     for way in chosen.ways or ():
-        if way not in available():
-            refuse(f"--ways {way!r}: use some of {', '.join(available())}")
+        if not is_known(way):
+            known = ", ".join(map(repr, available()))
+            refuse(f"--ways {way!r}: use some of {known}, 'gradwire, NAME=VALUE ...'")
     loops = _matching("loops", [task.name for task in TASKS], chosen.only)
     names = _matching("programs", [program.name for program in PROGRAMS], chosen.only)
     if not loops and not names:

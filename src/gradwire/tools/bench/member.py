@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+import warnings
 from typing import Any, TextIO
 
 from .library import rpc
@@ -79,6 +80,8 @@ def _main(rank: int) -> None:
     # What others print goes to standard error, so that every line is an answer.
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    # torch's optimizers switch the filter of warnings on for one of theirs.
+    warnings.showwarning = lambda *_, **__: None
     world_size = int(os.environ["WORLD_SIZE"])
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
     print(json.dumps({"value": None}), file=answers, flush=True)

@@ -36,7 +36,7 @@ def draw(summary: dict[str, Any], path: Path) -> None:
             [ratio - 1 for _, ratio in rows],
             height * 0.9,
             left=1,
-            color=_COLOURS[way],
+            color=_COLOURS.get(way),  # variants take the next of matplotlib
             label=way,
         )
     axes.set_xscale("log")

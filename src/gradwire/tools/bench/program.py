@@ -31,6 +31,11 @@ class Program:
     """Called in each server before any client begins."""
     pause: Callable[[], None] = _nothing
     """Before each step, not timed."""
+    goal: float | None = None
+    """The promise: this ratio of medians to torch RPC, with either number of threads."""
+    default_threads_goal: float | None = None
+    """Another one with torch's default threads."""
+    p90_goal: float | None = None
     group: str = ""
     """Programs with the same one run one after another in the same processes."""
 
@@ -42,6 +47,12 @@ class Program:
     def processes(self) -> str:
         """What names the processes that it runs in."""
         return self.group or self.name
+
+    def goal_with(self, threads: str) -> float | None:
+        """The promise in this thread setting."""
+        if threads == "default" and self.default_threads_goal is not None:
+            return self.default_threads_goal
+        return self.goal
 
 
 def fell(losses: Sequence[float]) -> str:

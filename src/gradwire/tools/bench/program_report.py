@@ -9,6 +9,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from .program import Program
+from .programs import PROGRAMS
 from .ways import BASE
 
 Sample = dict[str, float]
@@ -71,7 +73,8 @@ _HEADINGS = ("median", "p90", "CPU")
 
 
 def show_programs(summary: dict[str, Any], threads: str, console: Console) -> None:
-    """The table of one thread setting."""
+    """The table of one thread setting: promises kept are green, broken ones red."""
+    promises = {program.name: program for program in PROGRAMS}
     ways = list(next(iter(summary.values())))
     table = Table(
         title=f"whole programs, {setting(threads)}: median / p90 of a step, CPU of all "
@@ -83,16 +86,36 @@ def show_programs(summary: dict[str, Any], threads: str, console: Console) -> No
         if way != BASE and BASE in ways:
             for heading in _HEADINGS:
                 table.add_column(heading, justify="right")
+    table.add_column("goal", justify="right")
     for program, rows in summary.items():
+        goals = goals_of(promises[program], threads)
         cells = []
         for way, row in rows.items():
             cells.append(_times(row))
             if way != BASE and BASE in ways:
-                cells += _ratios(row)
-        table.add_row(program, *cells)
+                cells += _coloured(row, goals)
+        goal = f"×{goals['median']:g}" if "median" in goals else ""
+        table.add_row(program, *cells, goal)
     console.print(table)
     for line in failures(summary):
         console.print(line)
+
+
+def goals_of(program: Program, threads: str) -> dict[str, float]:
+    """What each ratio should at least be; nobody's CPU seconds may exceed torch's."""
+    goals = {"median": program.goal_with(threads), "p90": program.p90_goal, "cpu": 1.0}
+    return {figure: goal for figure, goal in goals.items() if goal is not None}
+
+
+def _coloured(row: dict[str, Any], goals: dict[str, float]) -> list[str]:
+    cells = _ratios(row)
+    if "ratios" not in row:
+        return cells
+    for place, figure in enumerate(FIGURES):
+        if figure in goals:
+            style = "green" if row["ratios"][figure] >= goals[figure] else "red"
+            cells[place] = f"[{style}]{cells[place]}[/{style}]"
+    return cells
 
 
 def markdown_programs(summary: dict[str, Any], threads: str) -> str:

@@ -25,7 +25,24 @@ def available() -> list[str]:
     return [way for way in WAYS if way[0].islower()] + ray_monarch.installed()
 
 
+def is_known(way: str) -> bool:
+    """Whether it can be measured here: available, or a variant, `gradwire, NAME=VALUE ...`."""
+    return way in available() or _variant(way) is not None
+
+
 def environment(way: str) -> dict[str, str]:
     """That of its processes."""
     library = "torch" if way.startswith("torch") else "gradwire"
-    return {**os.environ, **WAYS[way], VARIABLE: library}
+    settings = _variant(way) or WAYS[way]
+    return {**os.environ, **settings, VARIABLE: library}
+
+
+def _variant(way: str) -> dict[str, str] | None:
+    """The environment variables that make a variant of torch or Gradwire."""
+    library, _, settings = way.partition(", ")
+    pairs = [setting.partition("=") for setting in settings.split()]
+    if library not in ("torch", "gradwire") or not pairs:
+        return None
+    if not all(equals for _, equals, _ in pairs):
+        return None
+    return {name: value for name, _, value in pairs}

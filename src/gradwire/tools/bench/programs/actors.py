@@ -91,6 +91,7 @@ def _play(rank: int) -> Step:
 PROGRAMS = [
     Program(
         name="actor–observers that call back",
+        goal=3,
         begin=_play,
         servers=OBSERVERS,
         check=always(OBSERVERS * EPISODE),

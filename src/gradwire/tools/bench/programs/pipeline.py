@@ -83,6 +83,7 @@ def _train(rank: int) -> Step:
 PROGRAMS = [
     Program(
         name="three-stage pipeline, micro-batches",
+        goal=2,
         begin=_train,
         servers=STAGES,
         check=fell,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -79,27 +78,38 @@ def _callers(count: int) -> str:
     return "1 caller" if count == 1 else f"{count} callers"
 
 
-def _program(
-    title: str,
-    begin: Callable[[int, int], Step],
-    callers: int,
-    steps: int,
-    expected: float,
-) -> Program:
+def _batching(callers: int, goal: float | None = None) -> Program:
     return Program(
-        name=f"{title}, {_callers(callers)}",
+        name=f"async_execution batching, {_callers(callers)}",
+        goal=goal,
         group=f"one server, {_callers(callers)}",
-        begin=partial(begin, callers),
+        begin=partial(_predict, callers),
         serve=partial(_serve, callers),
         clients=callers,
-        check=always(expected),
-        steps=steps,
-        warm_up=steps // 4,
+        check=always(WIDTH),
+        steps=600 // callers,
+        warm_up=150 // callers,
     )
 
 
-_BATCHED, _SYNC = "async_execution batching", "sync add"
+def _adding(callers: int, goal: float | None = None) -> Program:
+    return Program(
+        name=f"sync add, {_callers(callers)}",
+        goal=goal,
+        group=f"one server, {_callers(callers)}",
+        begin=partial(_add, callers),
+        clients=callers,
+        check=always(18),
+        steps=1200 // callers,
+        warm_up=300 // callers,
+    )
+
+
 PROGRAMS = [
-    *(_program(_BATCHED, _predict, n, 600 // n, float(WIDTH)) for n in (1, 3, 6)),
-    *(_program(_SYNC, _add, n, 1200 // n, 18.0) for n in (1, 3, 6)),
+    _batching(1),
+    _batching(3),
+    _batching(6, goal=3),
+    _adding(1),
+    _adding(3),
+    _adding(6, goal=6),
 ]

@@ -90,6 +90,8 @@ def _train_embedding(rank: int) -> Step:
 PROGRAMS = [
     Program(
         name="trainer + server",
+        goal=3,
+        default_threads_goal=2.5,
         begin=lambda rank: _train_dense(1, rank),
         serve=_serve_dense,
         check=fell,
@@ -98,6 +100,7 @@ PROGRAMS = [
     ),
     Program(
         name="two trainers + server",
+        goal=2,
         begin=lambda rank: _train_dense(2, rank),
         serve=_serve_dense,
         clients=2,
@@ -107,6 +110,7 @@ PROGRAMS = [
     ),
     Program(
         name="remote embedding, sparse gradients",
+        goal=3,
         begin=_train_embedding,
         serve=_serve_embedding,
         check=fell,
