@@ -117,6 +117,7 @@ def vanish(worker: Worker) -> None:
     """Make a worker go without a goodbye, as a killed process would."""
     worker._meeting = None  # nothing is told to the store either
     worker._agent.gone = Event("gone")
+    worker._agent._closed = True  # it responds to nothing any more
     for link in worker._transport._links():
         link.close(goodbye=False)
     worker.close()

@@ -122,6 +122,15 @@ def test_seen_keeps_only_what_is_above_a_gap(numbers: set[int]) -> None:
     assert seen == Seen(first_gap, {n for n in numbers if n > first_gap})
 
 
+def test_seen_with_a_bound_takes_the_oldest_gaps_for_come() -> None:
+    seen = Seen(most=3)
+    assert all(seen.is_new(number) for number in (2, 4, 5, 7))  # 1 has gone by
+    assert not any(seen.is_new(number) for number in (1, 2, 4, 5, 7))
+    assert seen.is_new(3)
+    assert seen.is_new(6)
+    assert seen == Seen(8, most=3)
+
+
 # Gatherings
 
 events = st.lists(

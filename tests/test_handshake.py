@@ -27,7 +27,7 @@ OTHER_KEY = b"the key of another one"
 
 
 def hello_bytes() -> bytes:
-    return new_hello(Purpose.LANE, 3, 4, 99).to_bytes()
+    return new_hello(Purpose.LEASED, 3, 4, 99).to_bytes()
 
 
 def shake(
@@ -105,7 +105,7 @@ def test_a_recorded_challenge_fails_against_a_fresh_hello() -> None:
 
 
 def test_a_proof_for_one_purpose_does_not_serve_another() -> None:
-    hello = new_hello(Purpose.LANE, 3, 4, 99)
+    hello = new_hello(Purpose.LEASED, 3, 4, 99)
     _, answer, proof = shake(hello=hello.to_bytes())
     other = replace(hello, purpose=Purpose.SHARED).to_bytes()
     with pytest.raises(AuthenticationError):

@@ -189,7 +189,7 @@ def test_a_recorded_handshake_cannot_be_played_again(
     target: Worker, journal: Journal
 ) -> None:
     with stranger(target) as sock:
-        hello = new_hello(Purpose.LANE, 1, 0, 12345).to_bytes()
+        hello = new_hello(Purpose.LEASED, 1, 0, 12345).to_bytes()
         sock.sendall(hello)
         proof = prove(KEY, hello, receive_exactly(sock, CHALLENGE_SIZE))
         sock.sendall(proof)
@@ -295,7 +295,7 @@ def check_calls(workers: list[Worker]) -> None:
 
 
 def key_of(worker: Worker) -> bytes:
-    return worker._transport._station.key
+    return worker._transport._endpoint.key
 
 
 def test_without_a_key_a_random_one_is_shared_through_the_store() -> None:
@@ -422,7 +422,14 @@ def member(purpose: Purpose) -> Iterator[tuple[socket.socket, list[Worker]]]:
 
 def header(**changed: int) -> bytes:
     fields = {"version": VERSION, "kind": CALL, "encoding": 2, "body": 8}
-    fields |= {"call": 1, "scope": 0, "mark": 0, "bulk": 0, "segment": 0, "over": 0}
+    fields |= {
+        "call": 1 << 39,
+        "scope": 0,
+        "mark": 0,
+        "bulk": 0,
+        "segment": 0,
+        "over": 0,
+    }
     return HEADER.pack(*{**fields, **changed}.values())
 
 
@@ -444,7 +451,7 @@ CORRUPT: dict[str, tuple[bytes, str]] = {
 }
 
 
-@pytest.mark.parametrize("purpose", [Purpose.SHARED, Purpose.LANE])
+@pytest.mark.parametrize("purpose", [Purpose.SHARED, Purpose.LEASED])
 @pytest.mark.parametrize(("data", "reason"), CORRUPT.values(), ids=CORRUPT.keys())
 def test_a_corrupt_frame_closes_the_connection_with_a_reason(
     journal: Journal, purpose: Purpose, data: bytes, reason: str
@@ -455,14 +462,14 @@ def test_a_corrupt_frame_closes_the_connection_with_a_reason(
         journal.wait_for(reason)
 
 
-@pytest.mark.parametrize("purpose", [Purpose.SHARED, Purpose.LANE])
+@pytest.mark.parametrize("purpose", [Purpose.SHARED, Purpose.LEASED])
 def test_a_frame_cut_short_ends_the_connection(purpose: Purpose) -> None:
     for cut in (1, HEADER.size - 1, HEADER.size, HEADER.size + 7):
         with member(purpose) as (sock, _):
             sock.sendall((header() + bytes(8))[:cut])
 
 
-@pytest.mark.parametrize("purpose", [Purpose.SHARED, Purpose.LANE])
+@pytest.mark.parametrize("purpose", [Purpose.SHARED, Purpose.LEASED])
 @pytest.mark.parametrize("encoding", [0, 1, 2, 3, 4, 5, 6, 65535])
 def test_a_body_that_makes_no_sense_is_answered_with_a_failure(
     purpose: Purpose, encoding: int
@@ -474,26 +481,26 @@ def test_a_body_that_makes_no_sense_is_answered_with_a_failure(
 
 
 def test_a_message_of_unknown_kind_is_answered_with_a_failure() -> None:
-    with member(Purpose.LANE) as (sock, _):
+    with member(Purpose.LEASED) as (sock, _):
         sock.sendall(header(kind=200) + pickle.dumps(())[:8].ljust(8, b"."))
         _, kind, *_ = HEADER.unpack(receive_exactly(sock, HEADER.size))
         assert kind == 3
 
 
-def test_a_second_channel_for_one_link_is_refused(journal: Journal) -> None:
+def test_a_second_shared_connection_is_refused(journal: Journal) -> None:
     with member(Purpose.SHARED) as (_, workers), stranger(workers[0]) as second:
         hello = new_hello(Purpose.SHARED, 2, 0, 12345).to_bytes()
         second.sendall(hello)
         second.sendall(prove(KEY, hello, receive_exactly(second, CHALLENGE_SIZE)))
         assert is_closed(second)
-        journal.wait_for("second channel for one link")
+        journal.wait_for("second shared connection")
 
 
 def test_one_who_knows_the_key_but_is_not_in_the_world_is_not_served(
     workers: list[Worker],
 ) -> None:
     with stranger(workers[0]) as sock:
-        shake_hands(sock, KEY, Purpose.LANE, me=99)
+        shake_hands(sock, KEY, Purpose.LEASED, me=99)
         body = pickle.dumps((CALLED.append, ("it ran",), {}, None))
         sock.sendall(header(body=len(body)) + body)
         assert is_closed(sock)
@@ -519,7 +526,7 @@ def test_a_worker_with_an_allow_list_unpickles_nothing(unpickled: list[str]) -> 
     for encoding in (1, 2, 5):
         workers = open_world(2, key=KEY, allow=[max])
         with stranger(workers[0]) as sock:
-            shake_hands(sock, KEY, Purpose.LANE)
+            shake_hands(sock, KEY, Purpose.LEASED)
             sock.sendall(header(encoding=encoding, body=len(body)) + body)
             fields = HEADER.unpack(receive_exactly(sock, HEADER.size))
             answer = receive_exactly(sock, fields[3])

@@ -142,7 +142,7 @@ def test_many_threads_call_both_ways_at_the_same_time(manner: dict[str, Any]) ->
 def test_options_choose_the_way(options: dict[str, Any], way: str) -> None:
     with socket_world(2, **options) as workers:
         workers[0].rpc_sync("worker1", max, (1, 2))
-        assert repr(link(workers[0])) == f"<link to worker1: {way}, 1 lanes>"
+        assert repr(link(workers[0])) == f"<connections to worker1: {way}, 1 leased>"
         assert workers[0].statistics()["links"] == {"worker1": way}
 
 
@@ -312,7 +312,9 @@ def test_it_works_where_there_is_no_memfd(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.delattr(os, "memfd_create")
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: Unix sockets, ")
+        assert repr(link(workers[0])).startswith(
+            "<connections to worker1: Unix sockets, "
+        )
         assert "shared memory" not in repr(link(workers[0]))
 
 
@@ -352,7 +354,7 @@ def test_it_works_where_there_are_no_unix_sockets(
     monkeypatch.setattr(addresses, "listen_unix", missing)
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: TCP")
+        assert repr(link(workers[0])).startswith("<connections to worker1: TCP")
 
 
 @pytest.mark.usefixtures("quiet")
@@ -367,7 +369,7 @@ def test_tcp_is_used_when_a_unix_address_cannot_be_reached(
     monkeypatch.setattr(addresses, "listen_unix", listen_elsewhere)
     with socket_world(2) as workers:
         check_calls(workers)
-        assert repr(link(workers[0])).startswith("<link to worker1: TCP")
+        assert repr(link(workers[0])).startswith("<connections to worker1: TCP")
 
 
 def test_it_works_without_epoll(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -741,8 +743,8 @@ def burst(workers: list[Worker]) -> None:
 def test_after_a_burst_threads_and_descriptors_are_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradwire._transport.connection_pool._LANE_IDLE", 0.2)
-    monkeypatch.setattr("gradwire._transport.lanes._QUIET", 0.1)
+    monkeypatch.setattr("gradwire._transport.connection_pool._LEASE_IDLE", 0.2)
+    monkeypatch.setattr("gradwire._transport.connection._QUIET", 0.1)
     monkeypatch.setattr("gradwire._transport.sockets._TICK", 0.1)
     monkeypatch.setattr("gradwire.threads._IDLE", 0.2)
     with socket_world(2) as workers:
@@ -757,7 +759,7 @@ def test_after_a_burst_threads_and_descriptors_are_given_back(
 def test_workers_that_only_wait_use_less_than_one_percent_of_a_processor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("gradwire._transport.lanes._QUIET", 0.1)
+    monkeypatch.setattr("gradwire._transport.connection._QUIET", 0.1)
     with socket_world(2) as workers:
         burst(workers)
 
@@ -821,8 +823,8 @@ def test_a_waiter_is_woken_although_the_answer_came_twice(
     twice = {"faults": Faults(repeat=1.0, kinds=frozenset([RESULT]))}
     with socket_world(2, apart={1: twice}) as workers:
         assert workers[0].rpc_sync("worker1", max, (1, 2)) == 2  # connected by now
-        caller, channel = workers[0]._agent.caller, link(workers[0]).channel
-        is_open, opening, answered = caller._open, threading.Event(), channel._answered
+        caller, shared = workers[0]._agent.caller, link(workers[0]).shared
+        is_open, opening, answered = caller._open, threading.Event(), shared._answered
         go_on = threading.Event()
 
         def open_slowly(*args: Any) -> Any:
@@ -833,10 +835,10 @@ def test_a_waiter_is_woken_although_the_answer_came_twice(
         monkeypatch.setattr(caller, "_open", open_slowly)
         future = workers[0].rpc_async("worker1", max, (3, 4))
         assert opening.wait(LIMIT)
-        wait_until(lambda: channel._answered == answered + 2)  # and the second was late
+        wait_until(lambda: shared._answered == answered + 2)  # and the second was late
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(future.wait, LIMIT / 2)
-            wait_until(lambda: channel._waiters or channel._role.locked())
+            wait_until(lambda: shared._role.sleeping or shared._role.is_taken)
             go_on.set()
             assert waiting.result(LIMIT / 4) == 4
 
@@ -846,9 +848,9 @@ def test_a_burst_that_is_over_at_once_leaves_its_connection_watched(
 ) -> None:
     with socket_world(2) as workers:
         assert workers[0].rpc_async("worker1", max, (1, 2)).wait() == 2
-        channel = link(workers[0]).channel
+        shared = link(workers[0]).shared
         with monkeypatch.context() as patch:
             patch.setattr(workers[0]._executor, "call_at", lambda when, task: task())
-            channel._hold()
+            shared._start_timer()
         future = workers[0].rpc_async("worker1", max, (3, 4))
         wait_until(future.done)  # nobody waits for it, so the poller has to read it

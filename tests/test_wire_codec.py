@@ -24,7 +24,7 @@ from carrying import (
     called,
     received,
 )
-from gradwire._transport.frame_reader import StreamReader
+from gradwire._transport.frame_reader import FrameReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import safe_encoding
 from gradwire._wire.codec import (
@@ -660,7 +660,7 @@ def test_a_header_that_announces_too_much_is_refused(
     ours, other = socket.socketpair()
     with ours, other:
         other.send(HEADER.pack(*fields))
-        reader = StreamReader(ours, Limits(4, 10), Recycler())
+        reader = FrameReader(ours, Limits(4, 10), Recycler())
         with pytest.raises(ProtocolError, match=complaint):
             reader.pull()
 

@@ -59,6 +59,8 @@ def share(threads: int, mine: str, others: Iterable[str]) -> int:
     """
     own, masks = int(mine, 16), [int(mask, 16) for mask in others]
     cores = [core for core in range(own.bit_length()) if own >> core & 1]
+    if not cores:
+        return threads
     part = sum(1 / (1 + sum(mask >> core & 1 for mask in masks)) for core in cores)
     return max(1, int(threads * part / len(cores) + 1e-6))
 

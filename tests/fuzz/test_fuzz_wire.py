@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from carrying import Codec
-from gradwire._transport.frame_reader import StreamReader
+from gradwire._transport.frame_reader import FrameReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import dense_tensors
 from gradwire._wire.codec import COMPILED, SAFE, SAFE_COMPILED, Manner
@@ -223,7 +223,7 @@ class MeasuringRecycler(Recycler):
 
 
 def read(data: bytearray, chance: random.Random, recycler: Recycler) -> list[Frame]:
-    reader = StreamReader(FakeSocket(data, chance), LIMITS, recycler)  # type: ignore[arg-type]
+    reader = FrameReader(FakeSocket(data, chance), LIMITS, recycler)  # type: ignore[arg-type]
     while True:
         try:
             reader.pull()

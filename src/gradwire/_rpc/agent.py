@@ -14,10 +14,10 @@ from typing import Any, Protocol
 
 import torch
 
-from .._transport.base import Card, Transport
+from .._transport.base import Card, Respond, Transport
 from .._wire.frames import Frame, Parcel
 from .._wire.functions import describe
-from .._wire.messages import FAILURE, RESULT, Call
+from .._wire.messages import Call
 from ..errors import ClosedError, ProtocolError, StaleReferenceError, WorkerLostError
 from ..events import Event
 from ..ids import WorkerInfo
@@ -90,7 +90,6 @@ class Agent:
             executor=executor,
             transport=transport,
             codec=codec,
-            deliver=self.arrived,
         )
         self._options = options
         self._executor = executor
@@ -228,74 +227,73 @@ class Agent:
 
     # Calls from others
 
-    def answer(self, sender: int, frame: Frame) -> Parcel:
-        """Run a request that came by a lane."""
+    def serve(self, sender: int, frame: Frame, respond: Respond) -> None:
+        """Run a request of another worker, or of this one. What comes twice is run once.
+
+        Raises:
+            ProtocolError: the sender is not in this world.
+        """
         peer = self._peers.get(sender) or self._introduced(sender)
         if peer is None:
             raise ProtocolError(f"worker {sender} is not known here")
-        try:
-            message, value = self._run(sender, frame)
-            if type(value) is Later:
-                if value.begin is not None:
-                    value.begin()
-                value = value.future.wait()
-        except BaseException as error:  # noqa: BLE001 user code
-            parcel = self._codec.failure(error, peer.manner)
-        else:
-            parcel = self._result(peer, message, value, frame.context)
+        if not peer.is_new(frame.call):
+            return
+        parcel = self._run(peer, frame, respond)
+        if parcel is not None and not self._closed:
+            respond(parcel)  # if closed, that we have left is the answer
         if frame.over:  # whoever asked need not wait for that
-            parcel.afterwards += (partial(self._end_context, frame.over, sender),)
-        return parcel
+            self._end_context(frame.over, sender)
 
-    def arrived(self, sender: int, frame: Frame) -> None:
-        """Take what was posted: an answer, or a request to run."""
+    def complete(self, sender: int, frame: Frame) -> None:
+        """Take the response to a posted request."""
         peer = self._peers.get(sender) or self._introduced(sender)
-        if peer is None:
-            log.warning("dropped a message from worker %d, who is not known", sender)
-        elif frame.kind in (RESULT, FAILURE):
+        if peer is not None:
             self.caller.complete(peer, frame)
-        elif peer.is_new(frame.call):
-            self._serve(peer, frame)
-            if frame.over:
-                self._end_context(frame.over, sender)
 
-    def _serve(self, peer: Peer, frame: Frame) -> None:
+    def _run(self, peer: Peer, frame: Frame, respond: Respond) -> Parcel | None:
+        """The response to a request; None if it will be sent later.
+
+        The message is let go of at the end of this, so its memory is free before the response goes.
+        """
+        self.run_count += 1
+        if self.before_each is not None:
+            self.before_each()
         try:
-            message, value = self._run(peer.id, frame)
+            message = self._codec.open(frame, peer.id)
+            frame.area = None
+            if frame.waits:
+                after(frame, message)
+            handler = self._handlers[type(message)]
+            if frame.context is None:
+                value = handler(peer.id, message)
+            else:
+                value = self._in_context(frame.context, handler, peer.id, message)
         except BaseException as error:  # noqa: BLE001 user code
-            self._reply(peer, frame.call, self._codec.failure(error, peer.manner))
-            return
+            return self._codec.failure(error, peer.manner)
         if type(value) is not Later:
-            result = self._result(peer, message, value, frame.context)
-            self._reply(peer, frame.call, result, message)
-            return
-        call, context = frame.call, frame.context
+            return self._result(peer, message, value, frame.context)
+        self._respond_later(peer, message, frame.context, value, respond)
+        return None
+
+    def _run_call(self, sender: int, call: Call) -> Any:
+        return self._runner.run(call)
+
+    def _respond_later(
+        self, peer: Peer, message: Any, context: Any, value: Later, respond: Respond
+    ) -> None:
+        """Have the thread that completes a future send the response."""
 
         def finished(future: Any) -> None:
             try:
                 parcel = self._result(peer, message, future.value(), context)
             except BaseException as error:  # noqa: BLE001 user code
                 parcel = self._codec.failure(error, peer.manner)
-            self._reply(peer, call, parcel, message)
+            if not self._closed:
+                respond(parcel)
 
         value.future.add_done_callback(finished)
         if value.begin is not None:
             value.begin()
-
-    def _run(self, sender: int, frame: Frame) -> tuple[Any, Any]:
-        self.run_count += 1
-        if self.before_each is not None:
-            self.before_each()
-        message = self._codec.open(frame, sender)
-        if frame.waits:
-            after(frame, message)
-        handler = self._handlers[type(message)]
-        if frame.context is None:
-            return message, handler(sender, message)
-        return message, self._in_context(frame.context, handler, sender, message)
-
-    def _run_call(self, sender: int, call: Call) -> Any:
-        return self._runner.run(call)
 
     def _result(self, peer: Peer, message: Any, value: Any, context: Any) -> Parcel:
         if type(value) is Failed:
@@ -303,9 +301,10 @@ class Agent:
         given = getattr(message, "modes", None) if context else None
         try:
             if given is None or torch_modes.allow_grad(given):
-                return self._codec.result(value, peer.manner, context)
-            with torch.no_grad():
-                return self._codec.result(value, peer.manner, context)
+                parcel = self._codec.result(value, peer.manner, context)
+            else:
+                with torch.no_grad():
+                    parcel = self._codec.result(value, peer.manner, context)
         except (WorkerLostError, StaleReferenceError) as error:  # of a reference in it
             return self._codec.failure(error, peer.manner)
         except Exception as error:  # noqa: BLE001 user code
@@ -317,17 +316,8 @@ class Agent:
             )
             refusal.__cause__ = error
             return self._codec.failure(refusal, peer.manner)
-
-    def _reply(
-        self, peer: Peer, call: int, parcel: Parcel, message: Any = None
-    ) -> None:
-        parcel.can_wait = parcel.kind == RESULT and type(message) in self._patient
-        if self._closed:
-            return  # that we have left is the answer to all that was under way
-        if peer.id == self.me.id:
-            self.caller.complete(peer, parcel.arrive(call))
-        else:
-            self._transport.reply(peer.id, call, parcel)
+        parcel.can_wait = type(message) in self._patient
+        return parcel
 
     # Workers that go
 

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from .._transport.base import NAP, Transport
+from .._transport.base import Transport
 from .._wire.failures import revive_failure
 from .._wire.frames import Frame, Parcel
 from .._wire.functions import describe
@@ -28,7 +28,7 @@ from ..threads import Bell, Executor
 from .calls import CallsInFlight, Pending
 from .deferred_requests import Held, HeldBack
 from .ends import account, after, fail, too_late, why_not_connected
-from .futures import CallFuture, Fate, fresh_copy, settle, wait_after
+from .futures import CallFuture, Fate, fresh_copy, settle
 from .interceptors import InterceptedCodec
 from .peers import Peer
 
@@ -38,7 +38,7 @@ _NO_LIMIT = (0, _FOR_EVER)
 
 
 class Caller:
-    """Calls from one worker. `deliver` takes the frames it sends to itself."""
+    """Calls from one worker."""
 
     def __init__(
         self,
@@ -48,7 +48,6 @@ class Caller:
         executor: Executor,
         transport: Transport,
         codec: InterceptedCodec,
-        deliver: Callable[[int, Frame], None],
     ) -> None:
         self.timeout_error = CallTimeout
         """What is raised when a call takes too long, or a subclass of it."""
@@ -57,17 +56,17 @@ class Caller:
         self._executor = executor
         self._transport = transport
         self._codec = codec
-        self._deliver = deliver
         self._attend = self._wait_for  # one bound method for all futures
         self._lock = threading.Lock()
         self._calls = CallsInFlight()
         self._held = HeldBack(executor, self._start)
         self._readers: dict[int, int] = {}  # by call, the thread that reads for it
         self._opening: set[int] = set()  # calls whose answer is here, not yet decoded
-        self._exchanging: dict[int, int] = {}  # by number, whom a lane is used to call
-        self._exchanges = 0  # ever made, and so the next one's number
+        self._exchanging: dict[int, int] = {}  # by call, whom a thread waits for
+        self._exchanges = 0  # ever made
         self._posted = 0  # users' calls ever posted
         self._alarm = _FOR_EVER
+        self._closed = False
 
     @property
     def in_flight(self) -> int:
@@ -87,15 +86,13 @@ class Caller:
         """The calls to a worker that may still be answered."""
         with self._lock:
             posted = {pending.call for pending in self._calls if pending.to == to}
-            lanes = {~n for n, at in self._exchanging.copy().items() if at == to}
-            return posted | lanes | self._opening
+            waits = {call for call, at in self._exchanging.copy().items() if at == to}
+            return posted | waits | self._opening
 
     def call_sync(
         self, peer: Peer, call: Call, timeout: float | None, meanwhile: Any = None
     ) -> Any:
         """Call and wait; `meanwhile` is called when the request is on its way."""
-        if not self._has_lane(peer):
-            return wait_after(meanwhile, self.call_async(peer, call, timeout))
         parcel = self._codec.call(call, peer.manner)
         parcel.meanwhile = meanwhile
         return self._exchange(peer, parcel, call.function, timeout)
@@ -118,7 +115,7 @@ class Caller:
         """
         parcel = self._codec.call(call, peer.manner)
         held = self._request(peer, parcel, call.function, timeout, make)
-        if not parcel.bulk_length and self._has_lane(peer):
+        if not parcel.bulk_length and peer.id != self._me:
             self._held.hold(held)
         else:
             self._held.flush(peer.id)
@@ -134,16 +131,8 @@ class Caller:
         timeout: float | None,
         is_over: Callable[[], bool] | None = None,
     ) -> Any:
-        """Send a request and wait for its answer; by a lane of its own where there are lanes."""
-        if self._has_lane(peer):
-            return self._exchange(peer, parcel, what, timeout, is_over)
-        future = self.post(peer, parcel, what, timeout)
-        while is_over is not None and not future.done():
-            self._wait_for(future, time.monotonic() + NAP)
-            if is_over() and not future.done():
-                seconds = self._seconds(timeout)
-                raise self.timeout_error(describe(what), peer.name, seconds)
-        return future.wait()
+        """Send a request and wait for its answer."""
+        return self._exchange(peer, parcel, what, timeout, is_over)
 
     def post(
         self,
@@ -234,6 +223,7 @@ class Caller:
 
     def close(self) -> None:
         """Fail what is in flight."""
+        self._closed = True
         with self._lock:
             orphans = [p for p in self._calls if self._calls.answered(p.call)]
         for pending in [*orphans, *(held.pending for held in self._held.drop_all())]:
@@ -247,9 +237,6 @@ class Caller:
         while self._exchanging or self._opening:
             time.sleep(0.001)  # other threads of this process; each ends by itself
 
-    def _has_lane(self, peer: Peer) -> bool:
-        return self._transport.has_lanes and peer.id != self._me
-
     def _exchange(
         self,
         peer: Peer,
@@ -261,22 +248,27 @@ class Caller:
         seconds = self._default_timeout if timeout is None else check_timeout(timeout)
         if self._held.requests:
             self._held.flush(peer.id)
-        with self._lock:
-            self._exchanges += 1
-            number = self._exchanges
-            self._exchanging[number] = peer.id
+        number = peer.next_call()
+        self._exchanges += 1
+        self._exchanging[number] = peer.id
         frame = None
         try:
             try:
-                limit = None if seconds in _NO_LIMIT else seconds
-                frame = self._transport.exchange(peer.card, parcel, limit, is_over)
+                limit = None if seconds in _NO_LIMIT else time.monotonic() + seconds
+                frame = self._transport.exchange(
+                    peer.card, number, parcel, deadline=limit, is_over=is_over
+                )
             except TimeoutError as error:
                 what, reason = describe(what), why_not_connected(error)
                 raise self.timeout_error(what, peer.name, seconds, reason) from None
+            except WorkerLostError as error:
+                if self._closed:  # it is we who have left
+                    raise ClosedError("this worker was shut down") from error
+                raise
             value = self._open(peer, what, frame)
             return after(frame, value) if frame.waits else value
         finally:
-            del self._exchanging[number]  # in one step, as copying it: it needs no lock
+            del self._exchanging[number]  # atomic, as copying it: it needs no lock
             if parcel.freight:
                 arrived = frame is not None and frame.kind == RESULT
                 account(parcel.freight, arrived=arrived)
@@ -317,10 +309,6 @@ class Caller:
         self._send(held.peer, pending.call, held.parcel, deadline)
 
     def _send(self, peer: Peer, call: int, parcel: Parcel, deadline: float) -> None:
-        if peer.id == self._me and not self._transport.carries_own:
-            frame = parcel.arrive(call)
-            self._executor.submit(lambda: self._deliver(self._me, frame))
-            return
         try:
             limit = None if deadline == _FOR_EVER else deadline
             self._transport.post(peer.card, call, parcel, limit)

@@ -63,14 +63,15 @@ class CallsInFlight:
 
 @dataclass(slots=True)
 class Seen:
-    """Which requests of one caller have come, so that a repeated one is run once.
+    """Which numbers have come. They grow by one, so only the gaps below the highest are kept.
 
-    Numbers of posted requests grow by one, so only the gaps below the highest are kept.
+    With `most`, no more than so many are kept above the lowest gap: older ones count as come.
     """
 
     _below: int = 1
     """All numbers below this one have come."""
     _above: set[int] = field(default_factory=set)
+    most: int | None = None
 
     def __contains__(self, call: int) -> bool:
         return call < self._below or call in self._above
@@ -81,7 +82,9 @@ class Seen:
             return False
         if call != self._below:
             self._above.add(call)
-            return True
+            if self.most is None or len(self._above) <= self.most:
+                return True
+            self._below = min(self._above) - 1  # what never came will not come any more
         self._below += 1
         while self._below in self._above:
             self._above.remove(self._below)

@@ -10,6 +10,7 @@ from .._wire.codec import Manner
 from .calls import Seen
 
 _NUMBER_BITS = 40
+_MOST_GAPS = 1 << 16  # requests that may overtake one of the same caller
 
 
 class Peer:
@@ -24,7 +25,7 @@ class Peer:
         same_main = bool(main) and card.main == main
         self.manner = Manner(card.plain or plain, same_main, card.id)
         self._numbers = itertools.count(1)
-        self._seen = Seen()
+        self._seen = Seen(most=_MOST_GAPS)
         self._lock = threading.Lock()
 
     def next_call(self) -> int:

@@ -1,16 +1,18 @@
 """What a transport offers, and what it asks of the layer above.
 
-A transport moves parcels to workers it knows by their cards. There are two ways to send a request:
-`post` it, and the answer comes in later through `Receiver.arrived`; or, where the transport has
-lanes, `exchange` it: the calling thread keeps a connection to itself until the answer is there.
+A transport moves requests to workers it knows by their cards, and responses back. A request has a
+number that no other request of its sender has. There are two ways to send one: `exchange` it, and
+the calling thread waits for the response; or `post` it, and the response comes in later through
+`Receiver.complete`.
 
-Whoever waits for a posted request's answer calls `attend`, so that the waiting thread can do the
-reading. Nothing is lost if nobody does: transports also read by themselves.
+Whoever waits for the response to a posted request calls `attend`, so that the waiting thread can do
+the reading. Nothing is lost if nobody does: transports also read by themselves.
 """
 
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Protocol
@@ -28,6 +30,24 @@ IsOver = Callable[[], bool]
 
 class NotConnected(TimeoutError):
     """No connection could be made in time; says why."""
+
+
+def check_wait(deadline: float | None, is_over: IsOver | None) -> float | None:
+    """Until when to sleep, and then to check again; None: until woken.
+
+    Raises:
+        TimeoutError: there is no reason to wait any more.
+    """
+    if deadline is None and is_over is None:
+        return None
+    now = time.monotonic()
+    if (deadline is not None and now >= deadline) or (
+        is_over is not None and is_over()
+    ):
+        raise TimeoutError
+    if is_over is None:
+        return deadline
+    return now + NAP if deadline is None else min(now + NAP, deadline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,14 +104,22 @@ class Traffic:
     received: int = 0
 
 
+Respond = Callable[[Parcel], None]
+"""Sends the response to one request, from any thread. Quietly nothing if the requester is gone."""
+
+
 class Receiver(Protocol):
     """What the layer above does with what arrives. Called on any thread."""
 
-    def answer(self, sender: int, frame: Frame) -> Parcel:
-        """Run a request that came by a lane and return its answer. May take its time."""
+    def serve(self, sender: int, frame: Frame, respond: Respond) -> None:
+        """Run a request. May take its time; responds once, now or later, or never to a repeat.
 
-    def arrived(self, sender: int, frame: Frame) -> None:
-        """Take a posted request or an answer. May take its time."""
+        Raises:
+            ProtocolError: the sender is not one to be served.
+        """
+
+    def complete(self, sender: int, frame: Frame) -> None:
+        """Complete a posted request, whose number the frame has. May run user callbacks."""
 
     def lost(self, worker: int, reason: str) -> None:
         """A worker is gone without a goodbye."""
@@ -110,11 +138,7 @@ class Answer(Protocol):
 
 
 class Transport(Protocol):
-    """Moves parcels to other workers. All methods may be called from any thread."""
-
-    has_lanes: bool
-    carries_own: bool
-    """Whether requests of a worker to itself go this way, too."""
+    """Moves requests and responses between workers. All methods may be called from any thread."""
 
     @property
     def traffic(self) -> Traffic: ...
@@ -131,7 +155,7 @@ class Transport(Protocol):
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:
-        """Send a request.
+        """Send a request, also to this worker itself.
 
         Raises:
             WorkerLostError: it is gone.
@@ -139,22 +163,21 @@ class Transport(Protocol):
             GradwireError: there can be no connection to it for now.
         """
 
-    def reply(self, to: int, call: int, parcel: Parcel) -> None:
-        """Answer a posted request. Quietly nothing, if who asked is gone."""
-
     def exchange(
         self,
         to: Card,
+        call: int,
         parcel: Parcel,
-        timeout: float | None,
+        *,
+        deadline: float | None,
         is_over: IsOver | None = None,
     ) -> Frame:
-        """Send a request by a lane and wait for its answer.
+        """Send a request, also to this worker itself, and wait for the response.
 
         Raises:
             WorkerLostError: it cannot be reached, or went away meanwhile.
-            TimeoutError: no answer in time; or it `is_over`, which is asked now and then: the
-                answer is not wanted any more.
+            TimeoutError: no response in time; or it `is_over`, which is asked now and then: the
+                response is not wanted any more.
         """
 
     def attend(

@@ -1,88 +1,38 @@
-"""Looking again and again for a short while before going to sleep.
+"""Polling for a short while before going to sleep.
 
-Being woken costs more than looking, often by far. But looking costs processor time and the GIL,
-so at most one thread of a worker does it at a time, and each place where it is tried keeps count
-of whether it pays there (`Patience`): where it does not, it is tried ever more rarely.
+To be woken costs more than a small call itself, so whoever waits for a socket may first look at it
+again and again. But polling takes a core, and the GIL with each look. So it is done only where it
+is likely to succeed and to harm nobody:
+
+* where the last wait in the same place was shorter than the time that polling may take;
+* by one thread of a worker at a time;
+* not at all where the workers of this host outnumber its cores: the one waited for needs the core.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from typing import TypeVar
-
-T = TypeVar("T")
 
 
-class Spin:
-    """A worker's permission to spin."""
+class BusyPoll:
+    """How long a worker polls, and whether one of its threads does."""
 
-    __slots__ = ("_busy", "_seconds", "is_allowed")
+    __slots__ = ("_busy", "is_crowded", "seconds")
 
     def __init__(self, seconds: float) -> None:
-        self.is_allowed = seconds > 0
-        self._seconds = seconds
+        self.seconds = seconds
+        self.is_crowded = False
         self._busy = False
 
-    def look(self, attempt: Callable[[], T], times: int = 1) -> T | None:
-        """What `attempt` finds within a short while; None if nothing, or if another spins.
+    def begin(self, last_wait: float) -> float:
+        """Until when to poll in a place where the last wait took so long; 0 for not at all.
 
-        It is called as it is, for what wraps it would make each look longer: when there is
-        nothing, it may return nothing or raise BlockingIOError.
-        `times`: how many times as long to look as usual.
+        After anything but 0, `end` must be called.
         """
-        if self._busy or not self.is_allowed:
-            return None
-        self._busy = True
-        now = time.perf_counter
-        end = now() + self._seconds * times
-        try:
-            while True:
-                try:
-                    if found := attempt():
-                        return found
-                except BlockingIOError:
-                    pass
-                if now() > end:
-                    return None
-        finally:
-            self._busy = False
+        if self._busy or self.is_crowded or last_wait >= self.seconds:
+            return 0.0
+        self._busy = True  # two threads at once do no harm
+        return time.perf_counter() + self.seconds
 
-
-class Patience:
-    """Whether to try spinning in one place."""
-
-    __slots__ = ("_credit", "_next_skips", "_skips")
-    _MOST_SKIPS = 64
-    _MOST_CREDIT = 8
-    # A failure costs as many successes: where processes share a core, it pays once in a while.
-    _PRICE = 4
-
-    def __init__(self) -> None:
-        self._skips = 0
-        self._next_skips = 0
-        self._credit = 0
-
-    @property
-    def pays(self) -> bool:
-        """Whether it has paid lately, or it is time to try again."""
-        return not self._skips
-
-    def look(self, spin: Spin, attempt: Callable[[], T], times: int = 1) -> T | None:
-        """What spinning finds; None at once where it has not paid lately."""
-        if self._skips:
-            self._skips -= 1
-            return None
-        found = spin.look(attempt, times)
-        if found is not None:
-            if self._credit < self._MOST_CREDIT:
-                self._credit += 1
-                if self._credit == self._PRICE:
-                    self._next_skips = 0
-        elif self._credit >= self._PRICE:
-            self._credit -= self._PRICE
-        else:
-            self._credit = 0
-            self._next_skips = min(2 * self._next_skips + 1, self._MOST_SKIPS)
-            self._skips = self._next_skips
-        return found
+    def end(self) -> None:
+        self._busy = False

@@ -1,9 +1,9 @@
-"""A link: all connections that one worker made to another.
+"""All connections from one worker to another, at either end.
 
-One shared channel, lanes as needed, and between processes of one host a Unix socket for the
-descriptors of shared memory. A link has a direction: the worker that wants to call makes it. Its
-end is the end of the channel; a goodbye before it makes the difference between a worker that left
-and one that was lost.
+The worker that wants to call opens them: first a shared one, whose end is the end of all; then
+leased ones as threads call at the same time; and between processes of one host a Unix socket for
+the descriptors of shared memory. Callers beyond `_MOST_LEASED` at a time use the shared connection,
+too. A goodbye before the end makes the difference between a worker that left and one that was lost.
 """
 
 from __future__ import annotations
@@ -19,28 +19,30 @@ from .._wire.messages import PING
 from ..errors import ProtocolError, WorkerLostError
 from . import shared_memory
 from .base import Card, IsOver, NotConnected
-from .channels import CallerChannel, Channel
+from .connection import Connection
 from .connector import Dialer
-from .endpoint import BROKEN, Station, describe_end
-from .framed_socket import Stream
+from .endpoint import BROKEN, Endpoint, describe_end
 from .handshake import Purpose
-from .lanes import CallerLane, ServerLane
 from .shared_memory import SegmentMap, SegmentPool
 
 log = logging.getLogger("gradwire")
 
-_LANE_IDLE = 5.0  # a lane unused for so long is closed, unless it is the last
+_MOST_LEASED = 8  # to one worker
+_LEASE_IDLE = 5.0  # a connection unused for so long is closed, unless it is the last
 _MEMORY_IDLE = 30.0
 
-Ended = Callable[["OutgoingLink | IncomingLink", "str | None"], None]
+Ended = Callable[["OutgoingConnections | IncomingConnections", "str | None"], None]
 
 
-class OutgoingLink:
-    """The connector's end of a link."""
+class OutgoingConnections:
+    """The connector's end."""
+
+    was_used = True
+    """Whether its end is the end of the other worker."""
 
     def __init__(
         self,
-        station: Station,
+        endpoint: Endpoint,
         to: Card,
         *,
         dialer: Dialer,
@@ -49,13 +51,13 @@ class OutgoingLink:
         ended: Ended,
     ) -> None:
         self.peer = to.id
-        self._station = station
+        self._endpoint = endpoint
         self._to = to
         self._dialer = dialer
         self._on_ended = ended
-        self._free: list[CallerLane] = []
-        self._lanes: set[CallerLane] = set()
-        self._parting: set[CallerLane] = set()  # not used again, with something to come
+        self._idle: list[Connection] = []
+        self._leased: set[Connection] = set()  # all but the shared one
+        self._opening = 0
         self._lock = threading.Lock()
         self._closed = False
         self._reason: str | None = None  # why it has ended
@@ -69,157 +71,147 @@ class OutgoingLink:
         except BaseException:
             first.close()
             raise
-        self.channel = CallerChannel(
-            station, self._stream(first), self.peer, self._channel_ended
-        )
-        self.channel.start()
+        self.shared = self._connection(first, is_leased=False)
+        self.shared.start()
         self.ping()  # now it counts at the other end
 
-    was_used = True
-    """Whether its end is the end of the other worker."""
+    def __repr__(self) -> str:
+        return (
+            f"<connections to {self._to.name}: {self.describe()}, "
+            f"{len(self._leased)} leased>"
+        )
 
     @property
     def is_remote(self) -> bool:
-        """Whether it could break without either kernel noticing."""
+        """Whether they could break without either kernel noticing."""
         return not self._dialer.by_unix
 
-    def __repr__(self) -> str:
-        return f"<link to {self._to.name}: {self.describe()}, {len(self._lanes)} lanes>"
-
     def describe(self) -> str:
-        """How it is made, for people."""
+        """How they are made, for people."""
         if not self._dialer.by_unix:
             return "TCP"
         return "Unix sockets" + (", shared memory" if self._pool is not None else "")
 
-    def post(self, call: int, parcel: Parcel) -> None:
-        self.channel.post(call, parcel)
-
     def exchange(
-        self, parcel: Parcel, deadline: float | None, is_over: IsOver | None = None
+        self,
+        call: int,
+        parcel: Parcel,
+        deadline: float | None,
+        is_over: IsOver | None,
     ) -> Frame:
-        """A call by a lane.
+        """Send a request and wait for the response.
 
         Raises:
             WorkerLostError, TimeoutError
         """
-        lane = self._take_lane(deadline)
-        alone = len(self._lanes) - len(self._free) == 1
+        connection = self._lease(deadline)
         try:
-            frame = lane.exchange(parcel, deadline, alone, is_over)
-        except TimeoutError:
-            self._part_with(lane)
-            raise
-        except BROKEN as error:
-            self._drop(lane)
+            if connection is None:
+                return self.shared.exchange_shared(call, parcel, deadline, is_over)
+            frame = connection.exchange(call, parcel, deadline, is_over)
+            connection.idle_since = time.monotonic()
+            self._idle.append(connection)
+            return frame
+        except BaseException as error:
+            is_broken = isinstance(error, BROKEN) and not isinstance(
+                error, TimeoutError
+            )
+            if connection is not None:
+                if is_broken:
+                    connection.end(error)
+                else:
+                    connection.abandon()
+            if not is_broken:
+                raise
             reason = self._reason or describe_end(error)
             raise WorkerLostError(self._to.name, reason) from error
-        except BaseException:  # Ctrl-C: the answer will still come
-            self._part_with(lane)
-            raise
-        if not lane.untangle():
-            self._part_with(lane)
-            return frame
-        lane.idle_since = time.monotonic()
-        self._free.append(lane)
-        if self._closed:
-            self._drop(lane)
-        return frame
+        finally:
+            if connection is not None:
+                connection.stop_using()
+
+    def _lease(self, deadline: float | None) -> Connection | None:
+        """A connection for one call; None: there can be no more for now."""
+        while self._idle:
+            try:
+                connection = self._idle.pop()  # the one used last: its thread is awake
+            except IndexError:
+                break
+            if connection.use():
+                return connection
+        with self._lock:
+            if len(self._leased) + self._opening >= _MOST_LEASED:
+                return None
+            self._opening += 1
+        try:
+            return self._open(deadline)
+        except NotConnected as error:  # for a passing reason
+            log.debug("no other connection to %s: %s", self._to.name, error)
+            return None
+        finally:
+            with self._lock:
+                self._opening -= 1
 
     def tick(self) -> None:
         """Now and then: close what is not used."""
-        limit = time.monotonic() - _LANE_IDLE
-        while len(self._free) > 1:
-            try:
-                lane = self._free.pop(0)  # lanes are taken from the other end
-            except IndexError:
-                break
-            if lane.idle_since > limit:
-                self._free.insert(0, lane)
-                break
-            self._drop(lane)
+        limit = time.monotonic() - _LEASE_IDLE
+        for connection in self._idle[:-1]:
+            if connection.idle_since < limit:
+                try:
+                    self._idle.remove(connection)
+                except ValueError:
+                    continue  # it was leased just now
+                connection.end(None)
         if self._pool is not None:
             self._pool.trim(_MEMORY_IDLE)
 
     def ping(self) -> None:
-        self.channel.note(PING)
+        self.shared.note(PING)
 
     def close(self, *, goodbye: bool) -> None:
-        """End it. Calls in it fail."""
+        """End them. Calls in flight fail."""
         if goodbye:
-            self.channel.say_goodbye()
-        self.channel.end(None)
+            self.shared.queue.say_goodbye()
+        self.shared.end(None)
 
-    def _channel_ended(self, reason: str | None) -> None:
+    def _open(self, deadline: float | None) -> Connection:
+        # Tried once: the shared connection will do.
+        sock = self._dialer.open(Purpose.LEASED, deadline, lambda: True)
+        connection = self._connection(sock, is_leased=True)
+        connection.use()
         with self._lock:
-            self._closed = True
-            self._reason = reason
-            lanes = list(self._lanes)
-            parting = list(self._parting)
-        for lane in lanes:
-            lane.hang_up()
-        while self._free:
-            try:
-                self._drop(self._free.pop())
-            except IndexError:
-                break
-        for lane in parting:
-            lane.close()
-        if self._side is not None:
-            self._side.close()
-        self._on_ended(self, reason)
-
-    def _take_lane(self, deadline: float | None) -> CallerLane:
-        """A free lane, or a new one; or one that gets free while there can be no new one."""
-        while True:
-            try:
-                return self._free.pop()
-            except IndexError:
-                pass
-            try:
-                return self._open_lane(deadline)
-            except NotConnected as error:
-                if self._closed:
-                    raise self._lost() from error
-                if not self._free:
-                    raise
-
-    def _open_lane(self, deadline: float | None) -> CallerLane:
-        needless = lambda: self._closed or bool(self._free)  # noqa: E731
-        sock = self._dialer.open(Purpose.LANE, deadline, needless)
-        stream = self._stream(sock)
-        stream.offer_letters()
-        lane = CallerLane(self._station, stream, self.peer)
-        with self._lock:
-            if self._closed:
-                sock.close()
-                raise self._lost()
-            self._lanes.add(lane)
-        return lane
-
-    def _lost(self) -> WorkerLostError:
-        return WorkerLostError(self._to.name, self._reason or "connection closed")
-
-    def _drop(self, lane: CallerLane) -> None:
-        with self._lock:
-            known = lane in self._lanes
-            self._lanes.discard(lane)
-        if known:
-            lane.close()
-
-    def _part_with(self, lane: CallerLane) -> None:
-        """Nobody waits here any more, but something may still come."""
-        with self._lock:
-            self._lanes.discard(lane)
-            self._parting = {p for p in self._parting if p.fileno() >= 0} | {lane}
+            self._leased.add(connection)
             closed = self._closed
         if closed:
-            lane.close()
-        else:
-            lane.linger()
+            connection.end(None)
+            connection.stop_using()
+            raise WorkerLostError(self._to.name, self._reason or "connection closed")
+        return connection
 
-    def _stream(self, sock: socket.socket) -> Stream:
-        return self._station.stream(sock, self._pool, self._map)
+    def _connection(self, sock: socket.socket, *, is_leased: bool) -> Connection:
+        framed = self._endpoint.framed(sock, self._pool, self._map)
+        return Connection(
+            self._endpoint,
+            framed,
+            self.peer,
+            is_leased=is_leased,
+            ended=self._lease_ended if is_leased else self._shared_ended,
+        )
+
+    def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
+        with self._lock:
+            self._leased.discard(connection)
+
+    def _shared_ended(self, connection: Connection, why: BaseException | None) -> None:
+        self._reason = end_reason(connection, why)
+        with self._lock:
+            self._closed = True
+            leased = list(self._leased)
+        for one in leased:
+            one.end(None)
+        self._idle.clear()
+        if self._side is not None:
+            self._side.close()
+        self._on_ended(self, self._reason)
 
     def _share_memory(self, deadline: float | None) -> None:
         if not shared_memory.is_available():
@@ -232,16 +224,16 @@ class OutgoingLink:
         self._pool, self._map = SegmentPool(self._side), SegmentMap(self._side)
 
 
-class IncomingLink:
-    """The acceptor's end of a link."""
+class IncomingConnections:
+    """The acceptor's end."""
 
-    def __init__(self, station: Station, peer: int, ended: Ended) -> None:
+    def __init__(self, endpoint: Endpoint, peer: int, ended: Ended) -> None:
         self.peer = peer
-        self.channel: Channel | None = None
+        self.shared: Connection | None = None
         self.is_remote = False
-        self._station = station
+        self._endpoint = endpoint
         self._on_ended = ended
-        self._lanes: set[ServerLane] = set()
+        self._leased: set[Connection] = set()
         self._side: socket.socket | None = None
         self._pool: SegmentPool | None = None
         self._map: SegmentMap | None = None
@@ -249,73 +241,88 @@ class IncomingLink:
         self._closed = False
         self._silent_since = 0.0
 
+    def __repr__(self) -> str:
+        return f"<connections from worker {self.peer}: {len(self._leased)} leased>"
+
     @property
     def was_used(self) -> bool:
-        """Whether anything came by it. If not, who made it may have given up half-way."""
-        return self.channel is not None and self.channel.heard_at != self._silent_since
-
-    def __repr__(self) -> str:
-        return f"<link from worker {self.peer}: {len(self._lanes)} lanes>"
+        """Whether anything came. If not, who opened them may have given up half-way."""
+        return self.shared is not None and self.shared.heard_at != self._silent_since
 
     def accept(self, purpose: Purpose, sock: socket.socket) -> None:
         """Take in an authenticated connection.
 
         Raises:
-            ProtocolError: there is one of its kind already, or the link is over.
+            ProtocolError: there is one of its kind already, or all are ended.
         """
         with self._lock:
             if self._closed:
-                raise ProtocolError("link is closed")
+                raise ProtocolError("its other connections have ended")
             if purpose is Purpose.SEGMENTS:
-                if self._side is not None or not shared_memory.is_available():
-                    raise ProtocolError("unexpected channel for shared memory")
-                self._side = sock
-                self._pool, self._map = SegmentPool(sock), SegmentMap(sock)
-                if self.channel is not None:
-                    self.channel.share_memory(self._pool, self._map)
+                self._share_memory(sock)
                 return
-            if purpose is Purpose.LANE:
-                lane = ServerLane(
-                    self._station, self._stream(sock), self.peer, self._lane_ended
-                )
-                lane.start()  # first: there may be no thread for it
-                self._lanes.add(lane)
+            if purpose is Purpose.LEASED:
+                leased = self._connection(sock, is_leased=True)
+                leased.start()  # first: there may be no thread for it
+                self._leased.add(leased)
                 return
-            if self.channel is not None:
-                raise ProtocolError("second channel for one link")
+            if self.shared is not None:
+                raise ProtocolError("second shared connection")
             self.is_remote = sock.family != socket.AF_UNIX
-            self.channel = Channel(
-                self._station, self._stream(sock), self.peer, self._channel_ended
-            )
-            self._silent_since = self.channel.heard_at
-        self.channel.start()
+            self.shared = self._connection(sock, is_leased=False)
+            self._silent_since = self.shared.heard_at
+        self.shared.start()
 
     def tick(self) -> None:
         if self._pool is not None:
             self._pool.trim(_MEMORY_IDLE)
 
     def close(self, *, goodbye: bool) -> None:
-        if self.channel is None:
-            self._channel_ended(None)
+        if self.shared is None:
+            self._end_all(None)
             return
         if goodbye:
-            self.channel.say_goodbye()
-        self.channel.end(None)
+            self.shared.queue.say_goodbye()
+        self.shared.end(None)
 
-    def _channel_ended(self, reason: str | None) -> None:
+    def _share_memory(self, sock: socket.socket) -> None:
+        if self._side is not None or not shared_memory.is_available():
+            raise ProtocolError("unexpected connection for shared memory")
+        self._side = sock
+        self._pool, self._map = SegmentPool(sock), SegmentMap(sock)
+        if self.shared is not None:
+            self.shared.framed.share_memory(self._pool, self._map)
+
+    def _connection(self, sock: socket.socket, *, is_leased: bool) -> Connection:
+        framed = self._endpoint.framed(sock, self._pool, self._map)
+        return Connection(
+            self._endpoint,
+            framed,
+            self.peer,
+            is_leased=is_leased,
+            ended=self._lease_ended if is_leased else self._shared_ended,
+        )
+
+    def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
+        with self._lock:
+            self._leased.discard(connection)
+
+    def _shared_ended(self, connection: Connection, why: BaseException | None) -> None:
+        self._end_all(end_reason(connection, why))
+
+    def _end_all(self, reason: str | None) -> None:
         with self._lock:
             self._closed = True
-            lanes = list(self._lanes)
+            leased = list(self._leased)
             side, self._side = self._side, None
-        for lane in lanes:
-            lane.hang_up()
+        for connection in leased:
+            connection.end(None)
         if side is not None:
             side.close()
         self._on_ended(self, reason)
 
-    def _lane_ended(self, lane: ServerLane) -> None:
-        with self._lock:
-            self._lanes.discard(lane)
 
-    def _stream(self, sock: socket.socket) -> Stream:
-        return self._station.stream(sock, self._pool, self._map)
+def end_reason(connection: Connection, why: BaseException | None) -> str | None:
+    """Why the other worker counts as lost; None: it or this one has left."""
+    left = connection.said_goodbye or why is None
+    return None if left else describe_end(why)  # type: ignore[arg-type]

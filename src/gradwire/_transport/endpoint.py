@@ -9,42 +9,40 @@ from .._wire.frames import Limits
 from ..errors import ProtocolError
 from ..threads import Executor
 from .base import Receiver, Traffic
-from .busy_poll import Spin
-from .framed_socket import Stream
+from .busy_poll import BusyPoll
+from .framed_socket import FramedSocket
 from .poller import Poller
 from .shared_memory import Recycler, SegmentMap, SegmentPool
-from .thread_cache import Hosts
 
 BROKEN = (EOFError, OSError, ProtocolError)
 """What reading or writing raises when a connection is over."""
 
 
 @dataclass(slots=True)
-class Station:
+class Endpoint:
     """What all connections of a worker use."""
 
     me: int
     key: bytes
     executor: Executor
-    hosts: Hosts
     poller: Poller
     receiver: Receiver
     limits: Limits
-    spin: Spin
+    busy_poll: BusyPoll
     recycler: Recycler
     traffic: Traffic
 
-    def stream(
+    def framed(
         self,
         sock: socket.socket,
         pool: SegmentPool | None,
         segments: SegmentMap | None,
-    ) -> Stream:
+    ) -> FramedSocket:
         """Frames on a socket, with large areas in shared memory where there is some."""
         waiting = self.executor.waiting
-        stream = Stream(sock, self.limits, self.recycler, waiting, self.traffic)
-        stream.share_memory(pool, segments)
-        return stream
+        framed = FramedSocket(sock, self.limits, self.recycler, waiting, self.traffic)
+        framed.share_memory(pool, segments)
+        return framed
 
 
 def describe_end(error: BaseException) -> str:

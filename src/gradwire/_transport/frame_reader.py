@@ -1,29 +1,27 @@
-"""Frames out of a socket, piece by piece as they come, or out of shared memory.
+"""Frames out of a socket, piece by piece as they come.
 
-Bulk areas are received straight into the memory their tensors will live in. Small frames may come
-as letters while we look for them (`shm_mailbox.py`).
+Bulk areas are received straight into the memory their tensors will live in, or lie in shared
+memory.
 """
 
 from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from .._wire.frames import HEADER, VERSION, Frame, Header, Limits, refusal
-from .._wire.messages import GOODBYE, LETTERS, NOTES
+from .._wire.messages import GOODBYE, NOTES
 from ..errors import ProtocolError
 from .base import Traffic
 from .shared_memory import Recycler, SegmentMap
-from .shm_mailbox import Inbox
 
 _CHUNK = 65536
 _HEADER: int = HEADER.size
 _PIECE = 4 << 20  # read at a time: larger ones gain nothing
 
 
-class StreamReader:
+class FrameReader:
     """Takes frames out of a socket as they come."""
 
     def __init__(
@@ -37,10 +35,6 @@ class StreamReader:
         self.notes: deque[int] = deque()  # kinds of the transport's own messages
         self.said_goodbye = False
         self.segments: SegmentMap | None = None
-        self.inbox: Inbox | None = None
-        self.offered: Callable[[int], None] = refuse
-        """Called with the number of a segment that is offered for letters."""
-        self.received = 0  # bytes from the socket
         self._sock = sock
         self._recv = sock.recv
         self._most_body, self._most_bulk = limits
@@ -52,8 +46,8 @@ class StreamReader:
             deque()
         )  # of the long frame, still to be filled
 
-    def pull(self) -> bool:
-        """Read what is there, once; complete frames are added to `frames`. True: it did.
+    def pull(self) -> None:
+        """Read what is there, once; complete frames are added to `frames`.
 
         Raises:
             BlockingIOError: nothing is there.
@@ -64,19 +58,15 @@ class StreamReader:
             count = self._sock.recv_into(self._parts[0][:_PIECE])
             if not count:
                 raise EOFError("connection closed in the middle of a frame")
-            self.received += count
             self._traffic.received += count
             self._filled(count)
-            return True
+            return
         try:
             data = self._recv(_CHUNK)
         except ConnectionResetError:
             data = b""
-        if self.inbox is not None and self._take_letter() and not data:
-            return True
         if not data:
             raise EOFError("connection closed")
-        self.received += len(data)
         self._traffic.received += len(data)
         if self._rest:
             data = self._rest + data
@@ -89,31 +79,6 @@ class StreamReader:
             at += used
         if at < end:
             self._rest = data[at:]
-        return True
-
-    def look(self) -> bool:
-        """As `pull`, but look for a letter first; there is an inbox."""
-        letter = self.inbox.look(self.received)  # type: ignore[union-attr]
-        return self.pull() if letter is None else self.open_letter(letter)
-
-    def _take_letter(self) -> bool:
-        """Take in the letter, if one lies there, before what is younger."""
-        inbox = self.inbox
-        return inbox is not None and self.open_letter(inbox.take())
-
-    def open_letter(self, letter: bytes | None) -> bool:
-        """Take a frame in that came as a letter, if one did; whether it did.
-
-        Raises:
-            ProtocolError: it is none.
-        """
-        if letter is None:
-            return False
-        length = len(letter)
-        self._traffic.received += length
-        if length < _HEADER or self._take(letter, 0) != length:
-            raise ProtocolError(f"letter of {length} bytes that is no frame")
-        return True
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
@@ -167,10 +132,6 @@ class StreamReader:
 
     def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
         _, kind, encoding, _, call, scope, mark, bulk, segment, over = header
-        if kind == LETTERS:
-            if segment:
-                self.offered(segment)
-            return  # else it rings, and whoever takes that has looked for a letter
         if kind in NOTES:
             self.said_goodbye |= kind == GOODBYE
             self.notes.append(kind)
@@ -184,7 +145,3 @@ class StreamReader:
         frame.area = area
         frame.scope, frame.mark, frame.over = scope, mark, over
         self.frames.append(frame)
-
-
-def refuse(segment: int) -> NoReturn:
-    raise ProtocolError("letters offered where there can be none")

@@ -14,26 +14,21 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 from .._wire import raw_bytes
-from .._wire.frames import Parcel, note
-from .._wire.messages import LETTERS
+from .._wire.frames import Parcel
 from .base import NAP, Traffic
 from .shared_memory import SegmentPool
-from .shm_mailbox import Outbox
 
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
-_BELL = note(LETTERS)
 
 
-class StreamWriter:
+class FrameWriter:
     """Puts frames into a socket. One thread at a time."""
 
     def __init__(self, sock: socket.socket, waiting: Waiting, traffic: Traffic) -> None:
         self.segments: SegmentPool | None = None
-        self.outbox: Outbox | None = None
-        self.sent = 0  # bytes by the socket
         self._traffic = traffic
         self._sock = sock
         self._send = sock.send
@@ -58,15 +53,11 @@ class StreamWriter:
                 return
             parcel.bulk = ()  # lets go of its memory before the other side goes on
             self._traffic.sent += parcel.bulk_length
-        data = parcel.header(call, segment.id if segment else 0) + parcel.body
-        outbox = self.outbox
-        found = None if outbox is None else outbox.put(data, self.sent)
-        if found is not None:
-            self._traffic.sent += len(data)
-        if found:
-            return
         try:
-            self.write_bytes(data if found is None else _BELL, deadline)
+            self.write_bytes(
+                parcel.header(call, segment.id if segment else 0) + parcel.body,
+                deadline,
+            )
         except BaseException:
             if segment is not None:
                 segment.give_back()
@@ -77,15 +68,9 @@ class StreamWriter:
             sent = self._send(data)
         except BlockingIOError:
             sent = 0
-        self._count(sent)
+        self._traffic.sent += sent
         if sent < len(data):
             self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
-
-    def _count(self, sent: int) -> None:
-        self.sent += sent
-        self._traffic.sent += sent
-        if self.outbox is not None:
-            self.outbox.note(self.sent)
 
     def _write_buffers(
         self, buffers: deque[memoryview], deadline: float | None
@@ -101,7 +86,7 @@ class StreamWriter:
                 if drained:
                     self.drained_at = time.monotonic()
                 continue
-            self._count(sent)
+            self._traffic.sent += sent
             while buffers and sent >= len(buffers[0]):
                 sent -= len(buffers.popleft())
             if sent:

@@ -35,9 +35,9 @@ class Purpose(IntEnum):
     """What a connection is for."""
 
     SHARED = 1
-    """Posted requests and their answers; one a link."""
-    LANE = 2
-    """One exchange at a time."""
+    """Any number of requests in flight; one to each worker."""
+    LEASED = 2
+    """One request at a time."""
     SEGMENTS = 3
     """Descriptors of shared memory; Unix sockets only."""
 

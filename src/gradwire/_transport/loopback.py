@@ -1,4 +1,4 @@
-"""The transport inside one process: a whole world in one test.
+"""The transport inside one process: a whole world in one test, and what a worker asks itself.
 
 Parcels are turned into the frames the other side would get, with their own copy of all bytes, and
 delivered on the receiver's executor: in order, or in an order chosen by a seed.
@@ -6,14 +6,19 @@ delivered on the receiver's executor: in order, or in an order chosen by a seed.
 
 from __future__ import annotations
 
+import logging
 import random
 import threading
+from functools import partial
+from typing import NamedTuple
 
 from .._wire.frames import Frame, Parcel
-from .._wire.messages import FAILURE, RESULT
-from ..errors import WorkerLostError
-from ..threads import Executor
-from .base import Answer, Card, IsOver, Receiver, Traffic
+from ..errors import ProtocolError, WorkerLostError
+from ..threads import Bell, Executor
+from .base import Answer, Card, IsOver, Receiver, Traffic, check_wait
+from .exchange import Exchange
+
+log = logging.getLogger("gradwire")
 
 
 class LoopbackNetwork:
@@ -32,11 +37,16 @@ class LoopbackNetwork:
             return [t for t in self.workers.values() if t is not than]
 
 
+class _Message(NamedTuple):
+    """A frame on its way."""
+
+    sender: int
+    frame: Frame
+    is_request: bool
+
+
 class LoopbackTransport:
     """One worker's place in the network."""
-
-    has_lanes = False
-    carries_own = False
 
     def __init__(self, network: LoopbackNetwork, executor: Executor) -> None:
         self.traffic = Traffic()
@@ -44,8 +54,9 @@ class LoopbackTransport:
         self._executor = executor
         self._receiver: Receiver | None = None
         self.me = -1
-        self._pending: list[tuple[int, Frame]] = []
-        self._in_delivery: list[tuple[int, Frame]] = []
+        self._pending: list[_Message] = []
+        self._in_delivery: list[_Message] = []
+        self._exchanges: dict[tuple[int, int], Exchange] = {}  # by worker and call
 
     def __repr__(self) -> str:
         return f"<LoopbackTransport of worker {self.me}>"
@@ -66,24 +77,31 @@ class LoopbackTransport:
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:
-        other = self._network.workers.get(to.id)
-        if other is None:
-            raise WorkerLostError(to.name, "it is not in this process any more")
-        self._hand(other, call, parcel)
-
-    def reply(self, to: int, call: int, parcel: Parcel) -> None:
-        other = self._network.workers.get(to)
-        if other is not None:
-            self._hand(other, call, parcel)
+        self._send(self._find(to), call, parcel, is_request=True)
 
     def exchange(
         self,
         to: Card,
+        call: int,
         parcel: Parcel,
-        timeout: float | None,
+        *,
+        deadline: float | None,
         is_over: IsOver | None = None,
     ) -> Frame:
-        raise NotImplementedError("loopback has no lanes")
+        key, exchange, bell = (to.id, call), Exchange(), Bell()
+        exchange.on_done(bell.ring)
+        self._exchanges[key] = exchange
+        try:
+            self._send(self._find(to), call, parcel, is_request=True)
+            parcel.was_sent()
+            with self._executor.waiting():
+                while not exchange.done():
+                    bell.wait_until(check_wait(deadline, is_over))
+        finally:
+            self._exchanges.pop(key, None)
+        if exchange.frame is None:
+            raise WorkerLostError(to.name, exchange.reason or "")
+        return exchange.frame
 
     def attend(
         self, to: int, call: int, answer: Answer, deadline: float | None
@@ -95,6 +113,7 @@ class LoopbackTransport:
 
     def forget(self, worker: int) -> None:
         """As the end of a connection would be noticed at its other end, so is this."""
+        self._fail_exchanges(worker, "connection closed")
         other = self._network.workers.get(worker)
         if other is not None:
             other.hear_loss(self.me, "it has ended the connection")
@@ -108,46 +127,84 @@ class LoopbackTransport:
         for other in self._leave():
             other.hear_loss(self.me, "it was killed")
 
-    def _hand(self, other: LoopbackTransport, call: int, parcel: Parcel) -> None:
-        length = len(parcel.body) + parcel.bulk_length
-        self.traffic.sent += length
-        other.traffic.received += length
-        other.put(self.me, parcel.arrive(call))
-
-    def put(self, sender: int, frame: Frame) -> None:
+    def put(self, message: _Message) -> None:
+        """Have a message delivered."""
         with self._network.lock:
-            self._pending.append((sender, frame))
+            self._pending.append(message)
         self._executor.submit(self._deliver)
 
     def hear_leaving(self, worker: int) -> None:
         if self._receiver is None:
             return
         with self._network.lock:
-            entries = [*self._in_delivery, *self._pending]
-        for sender, frame in entries:
-            # A goodbye overtakes no answer. That these come twice is harmless.
-            if sender == worker and frame.kind in (RESULT, FAILURE):
-                self._receiver.arrived(sender, frame)
+            messages = [*self._in_delivery, *self._pending]
+        for message in messages:
+            # A goodbye overtakes no response. That these come twice is harmless.
+            if message.sender == worker and not message.is_request:
+                self._respond(message)
+        self._fail_exchanges(worker, "it has left")
         self._receiver.left(worker)
 
     def hear_loss(self, worker: int, reason: str) -> None:
+        self._fail_exchanges(worker, reason)
         if self._receiver is not None:
             self._receiver.lost(worker, reason)
+
+    def _find(self, to: Card) -> LoopbackTransport:
+        other = self._network.workers.get(to.id)
+        if other is None:
+            raise WorkerLostError(to.name, "it is not in this process any more")
+        return other
+
+    def _send(
+        self, other: LoopbackTransport, call: int, parcel: Parcel, *, is_request: bool
+    ) -> None:
+        length = len(parcel.body) + parcel.bulk_length
+        self.traffic.sent += length
+        other.traffic.received += length
+        other.put(_Message(self.me, parcel.arrive(call), is_request))
+
+    def _reply(self, to: int, call: int, parcel: Parcel) -> None:
+        other = self._network.workers.get(to)
+        if other is not None:
+            self._send(other, call, parcel, is_request=False)
+            parcel.was_sent()
 
     def _leave(self) -> list[LoopbackTransport]:
         with self._network.lock:
             known = self._network.workers.pop(self.me, None) is not None
+        for worker, _ in list(self._exchanges):
+            self._fail_exchanges(worker, "this worker was shut down")
         return self._network.others(self) if known else []
+
+    def _fail_exchanges(self, worker: int, reason: str) -> None:
+        for (to, _), waiting in list(self._exchanges.items()):
+            if to == worker:
+                waiting.fail(reason)
 
     def _deliver(self) -> None:
         with self._network.lock:
             chance = self._network.random
             index = chance.randrange(len(self._pending)) if chance else 0
-            entry = self._pending.pop(index)
-            self._in_delivery.append(entry)
+            message = self._pending.pop(index)
+            self._in_delivery.append(message)
         try:
-            if self._receiver is not None:
-                self._receiver.arrived(*entry)
+            if not message.is_request:
+                self._respond(message)
+            elif self._receiver is not None:
+                sender, frame, _ = message
+                respond = partial(self._reply, sender, frame.call)
+                self._receiver.serve(sender, frame, respond)
+        except ProtocolError as error:
+            log.warning("dropped a request: %s", error)
         finally:
             with self._network.lock:
-                self._in_delivery.remove(entry)
+                self._in_delivery.remove(message)
+
+    def _respond(self, message: _Message) -> None:
+        """A response has come."""
+        waiting = self._exchanges.pop((message.sender, message.frame.call), None)
+        if waiting is not None:
+            waiting.complete(message.frame)
+        elif self._receiver is not None:
+            self._receiver.complete(message.sender, message.frame)

@@ -16,10 +16,11 @@ import select
 import selectors
 import socket
 import threading
+import time
 from typing import Protocol
 
 from ..threads import Executor
-from .busy_poll import Patience, Spin
+from .busy_poll import BusyPoll
 
 log = logging.getLogger("gradwire")
 
@@ -95,10 +96,10 @@ class _Portable:
 class Poller:
     """Watches connections and tells them when something came."""
 
-    def __init__(self, executor: Executor, spin: Spin) -> None:
+    def __init__(self, executor: Executor, busy_poll: BusyPoll) -> None:
         self._executor = executor
-        self._spin = spin
-        self._patience = Patience()
+        self._busy_poll = busy_poll
+        self._last_wait = 0.0
         self._system = _Epoll() if hasattr(select, "epoll") else _Portable()
         self._watched: dict[int, Watched] = {}
         self._closing = threading.Event()
@@ -151,17 +152,27 @@ class Poller:
             if self._closing.is_set():
                 return
             with self._executor.waiting():
-                fds = self._patience.look(self._spin, self._attempt)
-                if fds is None:
-                    fds = self._system.poll(None)
+                began = time.perf_counter()
+                fds = self._poll_busily() or self._system.poll(None)
+                self._last_wait = time.perf_counter() - began
         try:
             self._tell(fds)
         finally:  # whatever happens to one connection, the others are watched
             if not self._closing.is_set():
                 self._executor.submit(self._turn)
 
-    def _attempt(self) -> list[int] | None:
-        return self._system.poll(0) or None
+    def _poll_busily(self) -> list[int]:
+        until = self._busy_poll.begin(self._last_wait)
+        if not until:
+            return []
+        try:
+            while time.perf_counter() < until:
+                fds = self._system.poll(0)
+                if fds:
+                    return fds
+            return []
+        finally:
+            self._busy_poll.end()
 
     def _look(self) -> None:
         """All threads are busy: at least take in what came, so that pings are answered."""

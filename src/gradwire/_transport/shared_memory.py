@@ -136,11 +136,6 @@ class SegmentPool:
             raise
         return segment
 
-    def lend(self, size: int) -> Segment | None:
-        """A new segment for the two to use as they agree; None if there can be none."""
-        with self._lock:
-            return self._create(size)
-
     def trim(self, idle: float) -> None:
         """Give the memory of segments that were not used lately back to the system."""
         limit = time.monotonic() - idle
@@ -209,18 +204,6 @@ class SegmentMap:
         area = segment.area(length)
         area.holder = _Holder(segment)
         return area
-
-    def borrow(self, number: int, size: int) -> Segment:
-        """A segment that was lent to us, of at least that size.
-
-        Raises:
-            ProtocolError: it was not.
-        """
-        segment = self._receive(number)
-        self._known.pop(number, None)
-        if segment.size < size:
-            raise ProtocolError(f"segment of {segment.size} bytes, not {size}")
-        return segment
 
     def _receive(self, number: int) -> Segment:
         with self._lock:

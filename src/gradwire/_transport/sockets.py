@@ -1,7 +1,8 @@
 """The transport between processes: Unix sockets and shared memory on one host, TCP between hosts.
 
-Listens, lets in who knows the key, makes links on first use, and watches over them. Nothing from an
-unauthenticated connection is looked at beyond the fixed-size hello and proof.
+Listens, lets in who knows the key, connects on first use, and watches over all connections. Nothing
+from an unauthenticated connection is looked at beyond the fixed-size hello and proof. What a worker
+sends to itself goes by a loopback network of its own.
 """
 
 from __future__ import annotations
@@ -21,17 +22,15 @@ from ..threads import Executor
 from . import addresses
 from .acceptor import Acceptor
 from .base import Answer, Card, IsOver, Receiver, Traffic
-from .busy_poll import Spin
-from .connection_pool import IncomingLink, OutgoingLink
+from .busy_poll import BusyPoll
+from .connection_pool import IncomingConnections, OutgoingConnections
 from .connector import Dialer, describe_silence
-from .endpoint import Station, describe_end
+from .endpoint import Endpoint, describe_end
 from .handshake import Hello
-from .lanes import ask_back
 from .listener import Listener
+from .loopback import LoopbackNetwork, LoopbackTransport
 from .poller import Poller
-from .questions import here
 from .shared_memory import Recycler
-from .thread_cache import Hosts
 
 log = logging.getLogger("gradwire")
 
@@ -41,9 +40,6 @@ _TICK = 5.0
 class SocketTransport:
     """Moves parcels between processes."""
 
-    has_lanes = True
-    carries_own = False
-
     def __init__(
         self, options: Options, executor: Executor, rendezvous: str | None = None
     ) -> None:
@@ -51,15 +47,14 @@ class SocketTransport:
         self._options = options
         self._executor = executor
         self._host = addresses.host_identity()
-        self._hosts = Hosts(executor.host)
-        self._spin = Spin(options.spin)
-        self._poller = Poller(executor, self._spin)
+        self._busy_poll = BusyPoll(options.spin)
+        self._poller = Poller(executor, self._busy_poll)
+        self._own = LoopbackTransport(LoopbackNetwork(), executor)
         self._listeners: list[Listener] = []
         self._unix = ""
         self._tcp: tuple[str, int] | None = None
-        self._out: dict[int, OutgoingLink] = {}
-        self._in: dict[tuple[int, int], IncomingLink] = {}
-        self._replies: dict[int, IncomingLink] = {}
+        self._out: dict[int, OutgoingConnections] = {}
+        self._in: dict[tuple[int, int], IncomingConnections] = {}
         self._leaving: set[int] = set()  # workers that have said goodbye
         self._lock = threading.Lock()
         self._making: dict[int, threading.Lock] = {}
@@ -97,15 +92,16 @@ class SocketTransport:
     def start(self, me: int, key: bytes, receiver: Receiver) -> None:
         """Begin to receive."""
         options = self._options
-        self._station = Station(
+        self._me = me
+        self._own.start(me, key, receiver)
+        self._endpoint = Endpoint(
             me=me,
             key=key,
             executor=self._executor,
-            hosts=self._hosts,
             poller=self._poller,
             receiver=receiver,
             limits=Limits(options.max_body, options.max_bulk),
-            spin=self._spin,
+            busy_poll=self._busy_poll,
             recycler=Recycler(),
             traffic=self.traffic,
         )
@@ -124,47 +120,42 @@ class SocketTransport:
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:
-        link = self._out.get(to.id) or self._connect(to, deadline)
+        if to.id == self._me:
+            self._own.post(to, call, parcel)
+            return
+        connections = self._out.get(to.id) or self._connect(to, deadline)
         try:
-            link.post(call, parcel)
+            connections.shared.post(call, parcel)
         except OSError as error:
             raise WorkerLostError(to.name, describe_end(error)) from error
-
-    def reply(self, to: int, call: int, parcel: Parcel) -> None:
-        link = self._replies.get(to)
-        if link is None or link.channel is None:
-            return
-        try:
-            more = parcel.can_wait or self._executor.backlog > 1
-            link.channel.send(call, parcel, more=more)
-        except OSError as error:
-            log.debug("answer to worker %d could not be sent: %s", to, error)
 
     def exchange(
         self,
         to: Card,
+        call: int,
         parcel: Parcel,
-        timeout: float | None,
+        *,
+        deadline: float | None,
         is_over: IsOver | None = None,
     ) -> Frame:
-        deadline = None if timeout is None else time.monotonic() + timeout
-        if here.lane is not None:
-            frame = ask_back(self._station, to, parcel, deadline, is_over)
-            if frame is not None:
-                return frame
-        link = self._out.get(to.id) or self._connect(to, deadline)
-        return link.exchange(parcel, deadline, is_over)
+        if to.id == self._me:
+            return self._own.exchange(
+                to, call, parcel, deadline=deadline, is_over=is_over
+            )
+        connections = self._out.get(to.id) or self._connect(to, deadline)
+        return connections.exchange(call, parcel, deadline, is_over)
 
     def attend(
         self, to: int, call: int, answer: Answer, deadline: float | None
     ) -> None:
-        link = self._out.get(to)
-        if link is not None:
-            link.channel.attend(call, answer, deadline)
+        connections = self._out.get(to)
+        if connections is not None:
+            connections.shared.attend(call, answer, deadline)
 
     def watch(self, to: Card) -> None:
-        if to.id in self._out or to.id in self._replies:
-            return
+        with self._lock:
+            if any(link.peer == to.id for link in self._links()):
+                return
         try:
             self._connect(to, None)
         except GradwireError as error:
@@ -190,12 +181,12 @@ class SocketTransport:
             self._acceptor.close()
         for link in links:
             link.close(goodbye=True)
+        self._own.close()
         self._poller.close()
-        self._hosts.close()
         if self._unix:
             addresses.forget_unix(self._unix)
 
-    def _links(self) -> list[OutgoingLink | IncomingLink]:
+    def _links(self) -> list[OutgoingConnections | IncomingConnections]:
         return [*self._out.values(), *self._in.values()]
 
     def _listen(self, rendezvous: str | None) -> None:
@@ -214,7 +205,7 @@ class SocketTransport:
     def _listener(self, sock: socket.socket) -> Listener:
         return Listener(sock, self._poller, self._executor, self._stranger)
 
-    def _connect(self, to: Card, deadline: float | None) -> OutgoingLink:
+    def _connect(self, to: Card, deadline: float | None) -> OutgoingConnections:
         with self._lock:
             making = self._making.setdefault(to.id, threading.Lock())
         with self._executor.waiting(), _held(making, deadline):
@@ -226,7 +217,7 @@ class SocketTransport:
             try:
                 link = self._new_link(to, deadline)
             except WorkerLostError as error:
-                self._station.receiver.lost(to.id, error.reason)
+                self._endpoint.receiver.lost(to.id, error.reason)
                 raise
             with self._lock:
                 if not self._closed:
@@ -235,14 +226,14 @@ class SocketTransport:
         link.close(goodbye=True)
         raise ClosedError("this worker is shut down")
 
-    def _new_link(self, to: Card, deadline: float | None) -> OutgoingLink:
+    def _new_link(self, to: Card, deadline: float | None) -> OutgoingConnections:
         unix = to.host == self._host and self._options.unix_sockets
-        return OutgoingLink(
-            self._station,
+        return OutgoingConnections(
+            self._endpoint,
             to,
             dialer=Dialer(
-                self._station.me,
-                self._station.key,
+                self._endpoint.me,
+                self._endpoint.key,
                 to,
                 unix=unix,
                 silence=(self._options.host_heartbeat, self._options.heartbeat),
@@ -253,11 +244,12 @@ class SocketTransport:
             ended=self._ended,
         )
 
-    def _ended(self, link: OutgoingLink | IncomingLink, reason: str | None) -> None:
+    def _ended(
+        self, link: OutgoingConnections | IncomingConnections, reason: str | None
+    ) -> None:
         with self._lock:
             self._out = {k: v for k, v in self._out.items() if v is not link}
             self._in = {k: v for k, v in self._in.items() if v is not link}
-            self._replies = {k: v for k, v in self._replies.items() if v is not link}
             if not link.was_used:
                 return
             if reason is None:
@@ -268,9 +260,9 @@ class SocketTransport:
         if self._closed:
             return
         if leaves:
-            self._station.receiver.left(link.peer)
+            self._endpoint.receiver.left(link.peer)
         else:
-            self._station.receiver.lost(link.peer, reason or "")
+            self._endpoint.receiver.lost(link.peer, reason or "")
 
     def _stranger(self, sock: socket.socket) -> None:
         """Someone connects."""
@@ -280,30 +272,29 @@ class SocketTransport:
     def _welcome(self, hello: Hello, sock: socket.socket) -> None:
         self._incoming(hello).accept(hello.purpose, sock)
 
-    def _incoming(self, hello: Hello) -> IncomingLink:
+    def _incoming(self, hello: Hello) -> IncomingConnections:
         key = (hello.sender, hello.link)
         with self._lock:
             if self._closed:
                 raise ProtocolError("this worker is shut down")
             link = self._in.get(key)
             if link is None:
-                link = self._in[key] = IncomingLink(
-                    self._station, hello.sender, self._ended
+                link = self._in[key] = IncomingConnections(
+                    self._endpoint, hello.sender, self._ended
                 )
-                self._replies[hello.sender] = link
             return link
 
     def _pace(self) -> float:
         beats = (self._options.heartbeat, self._options.host_heartbeat)
         return min(_TICK, *(beat / 3 for beat in beats if beat))
 
-    def _beat(self, link: OutgoingLink | IncomingLink) -> float:
+    def _beat(self, link: OutgoingConnections | IncomingConnections) -> float:
         """How long a link may be silent; 0 is for ever."""
         options = self._options
         return options.heartbeat if link.is_remote else options.host_heartbeat
 
     def _tick(self) -> None:
-        """Now and then: pings, silent links, unused lanes and memory."""
+        """Now and then: pings, silent links, unused connections and memory."""
         if self._closed:
             return
         with self._lock:
@@ -311,12 +302,12 @@ class SocketTransport:
         now = time.monotonic()
         for link in outgoing:
             link.tick()
-            if now - link.channel.alive_at > self._beat(link) / 4:
+            if now - link.shared.alive_at > self._beat(link) / 4:
                 link.ping()
         for guest in incoming:
             guest.tick()
         self._check_silence()
-        self._station.recycler.trim()
+        self._endpoint.recycler.trim()
         self._executor.call_at(time.monotonic() + self._pace(), self._tick)
 
     def _check_silence(self) -> None:
@@ -326,15 +317,15 @@ class SocketTransport:
         with self._lock:
             links = self._links()
         for link in links:
-            channel, beat = link.channel, self._beat(link)
-            if not beat or channel is None:
+            shared, beat = link.shared, self._beat(link)
+            if not beat or shared is None:
                 continue
             if slept:
-                channel.heard_at = now  # it was us who could not hear
-            silence = now - channel.alive_at
+                shared.heard_at = now  # it was us who could not hear
+            silence = now - shared.alive_at
             if silence > beat:
                 text = describe_silence(silence, is_remote=link.is_remote)
-                channel.end(TimeoutError(text))
+                shared.end(TimeoutError(text))
 
 
 @contextmanager

@@ -70,9 +70,6 @@ class Parcel:
     mark = 0
     over = 0
     freight: Sequence[Freight] = ()
-    habit: set[int] | None = None
-    """Of requests that look like this one: how deep in others they were when they were called back
-    from where they went. Learned by who sends them."""
     can_wait = False
     """An answer that may be held back for a moment, to travel with others."""
     meanwhile: Callable[[], object] | None = None

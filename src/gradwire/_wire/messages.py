@@ -18,8 +18,8 @@ from torch import Tensor
 
 from . import raw_bytes
 
-CALL, RESULT, FAILURE, PING, PONG, GOODBYE, LETTERS = 1, 2, 3, 4, 5, 6, 7
-NOTES = frozenset((PING, PONG, GOODBYE, LETTERS))
+CALL, RESULT, FAILURE, PING, PONG, GOODBYE = 1, 2, 3, 4, 5, 6
+NOTES = frozenset((PING, PONG, GOODBYE))
 """Said on a link by the transport itself, without a body, and never answered."""
 FIRST_UPPER = 16
 

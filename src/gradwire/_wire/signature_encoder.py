@@ -29,7 +29,7 @@ from __future__ import annotations
 import pickle
 import struct
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import Any
@@ -88,8 +88,6 @@ class Known:
     """What packs the numbers."""
     offsets: list[int]
     bulk_length: int
-    habit: set[int] = field(default_factory=set)
-    """That of their parcels."""
 
     def split(self, tensors: Sequence[Tensor], parts: list[bytes]) -> list[Piece]:
         """The large tensors; the bytes of the small ones are added to `parts`."""
@@ -216,7 +214,7 @@ class Encoder:
         ):  # as so many calls and results
             known = self._known.get((subject, *values))
             if known is not None and known.reads is not None:
-                return self._parcel(kind, known, [known.prefix]), ()
+                return Parcel(kind, self._encoding, known.prefix), ()
         contents = _Contents(subject)
         try:
             if not contents.look(values):
@@ -269,15 +267,10 @@ class Encoder:
             large = known.split(contents.tensors, parts)
         if contents.data:
             parts.append(self._dump(contents.data))
-        parcel = self._parcel(kind, known, parts)
+        parcel = Parcel(kind, self._encoding, b"".join(parts))
         if large or contents.data or known.reads is None:
             parcel.with_bulk(large, known.bulk_length).check(self._limits)
         return parcel, known.pick(contents.tensors)
-
-    def _parcel(self, kind: int, known: Known, parts: list[bytes]) -> Parcel:
-        parcel = Parcel(kind, self._encoding, b"".join(parts))
-        parcel.habit = known.habit
-        return parcel
 
     def _learn(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Known | None:
         known = _describe(key, tensors, self._limits)

@@ -20,9 +20,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ..._autograd.messages import RELEASE
 from ..._rref.messages import ADOPT, CREATE, FETCH, INVOKE, NOTES
-from ..._transport.around import Around
-from ..._transport.base import Card, Transport
-from ..._wire.frames import Parcel
+from ..._transport.base import Card, IsOver, Transport
+from ..._transport.faulty import WrappedTransport
+from ..._wire.frames import Frame, Parcel
 from ..._wire.messages import CALL
 from ...errors import GradwireError
 from ...threads import Executor
@@ -107,7 +107,7 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
         world_size: int | None,
         options: FaultyTensorPipeRpcBackendOptions,
     ) -> None:
-        around = partial(FaultySockets, me=rank, options=options)
+        around = partial(FaultySockets, options=options)
         super().__init__(store, name, rank, world_size, options, around)
 
     def call_sync(
@@ -132,35 +132,53 @@ class FaultyTensorPipeAgent(TensorPipeAgent):
             return super().fetch(rref, timeout)
 
 
-class FaultySockets(Around):
-    """Another transport, with faults. It has no lanes, so that all passes through `post`."""
-
-    carries_own = True
+class FaultySockets(WrappedTransport):
+    """Another transport, with faults."""
 
     def __init__(
         self,
         inner: Transport,
         executor: Executor,
         *,
-        me: int,
         options: FaultyTensorPipeRpcBackendOptions,
     ) -> None:
         super().__init__(inner, executor)
-        self._me = me
         self._options = options
         self._failed: Counter[tuple[int, str, bytes]] = Counter()
 
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:
-        kind = _KINDS.get(parcel.kind, "").format(_speaking.language)
-        self._fail_some(to, kind, parcel)
-        send = partial(self._send, to, call, parcel)
-        delay = self._options.messages_to_delay.get(kind, 0.0)
+        delay = self._fail_or_delay(to, parcel)
+        send = partial(self._inner.post, to, call, parcel)
         if delay:
             self._executor.call_at(time.monotonic() + delay, _quietly(send))
         else:
             send()
+
+    def exchange(
+        self,
+        to: Card,
+        call: int,
+        parcel: Parcel,
+        *,
+        deadline: float | None,
+        is_over: IsOver | None = None,
+    ) -> Frame:
+        delay = self._fail_or_delay(to, parcel)
+        if delay:
+            left = delay if deadline is None else deadline - time.monotonic()
+            with self._executor.waiting():
+                threading.Event().wait(min(delay, max(left, 0.0)))
+        return self._inner.exchange(
+            to, call, parcel, deadline=deadline, is_over=is_over
+        )
+
+    def _fail_or_delay(self, to: Card, parcel: Parcel) -> float:
+        """For how many seconds a message is held up; raises what it fails with."""
+        kind = _KINDS.get(parcel.kind, "").format(_speaking.language)
+        self._fail_some(to, kind, parcel)
+        return self._options.messages_to_delay.get(kind, 0.0)
 
     def _fail_some(self, to: Card, kind: str, parcel: Parcel) -> None:
         if kind not in self._options.messages_to_fail:
@@ -171,13 +189,6 @@ class FaultySockets(Around):
             if parcel.kind in _RETRIED:
                 raise RpcTimeout(f"{kind} (failed intentionally)", to.name, 0.0)
             raise GradwireError(f"send attempt failed intentionally for {kind}")
-
-    def _send(self, to: Card, call: int, parcel: Parcel) -> None:
-        if to.id != self._me:
-            self._inner.post(to, call, parcel)
-        elif self._receiver is not None:
-            arrived, frame = self._receiver.arrived, parcel.arrive(call)
-            self._executor.submit(lambda: arrived(self._me, frame))
 
 
 def _quietly(send: Callable[[], None]) -> Callable[[], None]:

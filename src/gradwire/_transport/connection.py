@@ -1,0 +1,499 @@
+"""One connection between two workers: frames both ways over one socket.
+
+The worker that opened it, the *connector*, sends requests; the other, the *acceptor*, sends
+responses. A request has a number, and its response the same. What a connection is for is agreed
+when it is opened:
+
+leased  One caller has it for the length of a call, and reads the response itself. At the other end
+        one thread reads a request, runs it, and reads the next: a call costs two wake-ups, and
+        nothing is handed from thread to thread. After a while without requests the thread is given
+        back, and the poller watches.
+shared  Any number of requests are in flight, and responses come in any order. Requests become
+        tasks of the executor. Whoever waits for a response reads, for everyone; while nobody waits,
+        the poller does (`reader_role.py`).
+
+    connector   leased: idle <─> leased ──> abandoned
+                shared: watched by the poller <─> read by a waiter
+    acceptor    leased: watched by the poller <─> served by a thread
+                shared: watched by the poller
+    all         ── hang-up, error, goodbye ──> ended ── the last user leaves ──> closed
+
+Who has a response sends it, from whatever thread: a function marked `async_execution` is answered
+by the thread that completes its future. These hold:
+
+* One thread reads at a time, and one writes (`send_queue.py`).
+* No lock is held while user code runs, and `_lock` not while sending either.
+* It ends once, and its descriptor is closed when no thread uses it any more.
+* A caller that gives up abandons its leased connection: the poller reads what is still to come,
+  which frees its memory, and then ends it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+
+from .._wire.frames import Frame, Parcel, note
+from .._wire.messages import FAILURE, PING, PONG, RESULT
+from ..errors import ProtocolError
+from ..threads import Bell
+from .base import Answer, IsOver, check_wait
+from .endpoint import BROKEN, Endpoint
+from .exchange import Exchange
+from .framed_socket import FramedSocket
+from .reader_role import ReaderRole, Step
+from .send_queue import SendQueue
+
+log = logging.getLogger("gradwire")
+
+_RESPONSES = (RESULT, FAILURE)
+_QUIET = 0.5  # seconds without a request before a serving thread is given back
+_HOLD = (
+    0.002  # seconds that small frames may wait for others, and responses for a reader
+)
+_MANY = 16  # requests in flight from which on small frames wait for others
+_MOST_IN_PASSING = 64  # responses that a waiter delivers beside its own
+
+Ended = Callable[["Connection", "BaseException | None"], None]
+
+
+class Connection:
+    """A connection. `ended(connection, why)` is called once; None: this worker ended it."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        framed: FramedSocket,
+        peer: int,
+        *,
+        is_leased: bool,
+        ended: Ended,
+    ) -> None:
+        self.peer = peer
+        self.heard_at = time.monotonic()
+        self.idle_since = 0.0
+        self._endpoint = endpoint
+        self.framed = framed
+        self._is_leased = is_leased
+        self._on_ended = ended
+        self._lock = threading.Lock()
+        self._users = 0
+        self._ended = False
+        self._is_owed = (
+            False  # a request of a lease was sent whose response has not come
+        )
+        self.queue = SendQueue(framed.writer, endpoint.executor.waiting)
+        self._timer_runs = False
+        self._role: ReaderRole[Frame, Bell] = ReaderRole(framed.reader.frames)
+        self._exchanges: dict[int, Exchange] = {}  # by call
+        self._posted = 0
+        self._answered = 0
+
+    def __repr__(self) -> str:
+        use = "leased" if self._is_leased else "shared"
+        return f"<{use} connection with worker {self.peer}, {self._users} users>"
+
+    def fileno(self) -> int:
+        return self.framed.sock.fileno()
+
+    @property
+    def alive_at(self) -> float:
+        """When the other end last showed that it is there: spoke, or took what we send."""
+        return max(self.heard_at, self.framed.writer.drained_at)
+
+    @property
+    def said_goodbye(self) -> bool:
+        """Whether the other worker leaves, so that the end is no loss."""
+        return self.framed.reader.said_goodbye
+
+    def watch(self) -> None:
+        """Have the poller say when something comes."""
+        with self._lock:  # not while `end` drops it
+            if not self._ended:
+                self._endpoint.poller.watch(self)
+
+    # Sending
+
+    def send(self, call: int, parcel: Parcel, *, more: bool = False) -> None:
+        """Send a frame of a shared connection; `more` follow soon.
+
+        Raises:
+            OSError: the connection is over.
+        """
+        if parcel.bulk_length:
+            self.queue.write(call, parcel)
+        elif not self.queue.put(parcel.header(call) + parcel.body, more=more):
+            self._start_timer()
+        if self._ended:  # so late that the end has not seen it
+            raise ConnectionResetError("connection closed")
+
+    def note(self, kind: int) -> None:
+        """Say something without a body, unless the connection is over."""
+        try:
+            self.queue.put(note(kind))
+        except OSError:
+            pass  # whoever reads will notice
+
+    def _start_timer(self) -> None:
+        """See to it that what was held back goes out soon, and that someone reads."""
+        if not self._timer_runs:
+            self._timer_runs = True
+            self._endpoint.executor.call_at(time.monotonic() + _HOLD, self._time_is_up)
+
+    def _time_is_up(self) -> None:
+        self._timer_runs = False
+        self.queue.try_flush()
+        self._hand_over(None)
+
+    # A call on a leased connection
+
+    def exchange(
+        self,
+        call: int,
+        parcel: Parcel,
+        deadline: float | None,
+        is_over: IsOver | None,
+    ) -> Frame:
+        """Send a request and wait for its response. Who is interrupted has to `abandon` it.
+
+        Raises:
+            TimeoutError: not in time, or it is over.
+            EOFError, OSError, ProtocolError: the connection is of no more use.
+        """
+        self.framed.writer.write(call, parcel, deadline)
+        self._is_owed = True
+        parcel.was_sent()
+        with self._endpoint.executor.waiting():
+            while True:
+                frame = self._next_frame(deadline, is_over)
+                if frame.kind not in _RESPONSES:
+                    raise ProtocolError(f"{frame!r} where a response is due")
+                if frame.call == call:  # else it has come twice
+                    self._is_owed = False
+                    return frame
+
+    def _next_frame(self, deadline: float | None, is_over: IsOver | None) -> Frame:
+        framed, busy_poll = self.framed, self._endpoint.busy_poll
+        frames = framed.reader.frames
+        while not frames:
+            if is_over is None:
+                framed.read(deadline, busy_poll)
+                continue
+            try:
+                framed.read(check_wait(deadline, is_over), busy_poll)
+            except TimeoutError:
+                check_wait(deadline, is_over)
+        return frames.popleft()
+
+    def abandon(self) -> None:
+        """Nobody waits for the response any more. Ends when that has come, or at once."""
+        if self._is_owed:
+            self.watch()
+        else:
+            self.end(None)
+
+    def _discard_response(self) -> None:
+        """Read what an abandoned connection still brings."""
+        frames = self.framed.reader.frames
+        try:
+            self.framed.reader.pull()
+        except BlockingIOError:
+            pass
+        except BROKEN:
+            self.end(None)
+        if frames:
+            frames.clear()
+            self.end(None)
+        else:
+            self.watch()
+
+    # Posted requests on a shared connection, and waiting for their responses
+
+    def post(self, call: int, parcel: Parcel) -> None:
+        """Send a request; held back a moment if many are in flight.
+
+        Raises:
+            OSError: the connection is over.
+        """
+        self._posted += 1
+        self.send(call, parcel, more=self._posted - self._answered > _MANY)
+
+    def exchange_shared(
+        self,
+        call: int,
+        parcel: Parcel,
+        deadline: float | None,
+        is_over: IsOver | None,
+    ) -> Frame:
+        """As `exchange`, on a shared connection."""
+        exchange = self._exchanges[call] = Exchange()
+        try:
+            self.post(call, parcel)
+            parcel.was_sent()
+            while not exchange.done():
+                until = check_wait(deadline, is_over)
+                if not self._ended:
+                    self.attend(call, exchange, until)
+                else:  # its end completes or fails what waits
+                    bell = Bell()
+                    exchange.on_done(bell.ring)
+                    bell.wait_until(until)
+        finally:
+            del self._exchanges[call]
+        if exchange.frame is None:
+            raise EOFError(exchange.reason)
+        return exchange.frame
+
+    def attend(self, call: int, answer: Answer, deadline: float | None) -> None:
+        """Wait for the response to a request, reading if nobody else does."""
+        role, bell = self._role, Bell()
+        if not self._enter():
+            return
+        try:
+            is_bell_known = False
+            while not answer.done():
+                with self._lock:
+                    step = Step.SLEEP if self._ended else role.step(call, bell)
+                if step is Step.DELIVER:
+                    self._deliver_next()
+                elif step is Step.READ:
+                    self._read(deadline, answer)
+                elif not is_bell_known:
+                    is_bell_known = True  # look once more, then sleep
+                    answer.on_done(bell.ring)
+                else:
+                    with self._endpoint.executor.waiting():
+                        bell.wait_until(deadline)
+                if _is_past(deadline):
+                    return
+            for _ in range(min(len(role.unopened), _MOST_IN_PASSING)):
+                self._deliver_next()  # likely what this thread asks for next
+        finally:
+            self._leave(call)
+
+    def _enter(self) -> bool:
+        self.queue.try_flush()
+        with self._lock:
+            if self._ended:
+                return False
+            self._users += 1
+            if self._role.enter():
+                self._endpoint.poller.pause(self)
+        return True
+
+    def _leave(self, call: int) -> None:
+        with self._lock:
+            next_reader = self._role.leave(call)
+        if next_reader is None and self._posted > self._answered:
+            self._start_timer()  # who left will soon wait for the next
+        else:
+            self._hand_over(next_reader)
+        self.stop_using()
+
+    def _hand_over(self, next_reader: Bell | None) -> None:
+        """The role is free: a sleeping waiter takes it, or else the poller."""
+        if next_reader is not None:
+            next_reader.ring()
+            return
+        with self._lock:
+            if not self._ended and not self._role.is_taken:
+                self._endpoint.poller.watch(self)
+
+    def _read(self, deadline: float | None, answer: Answer) -> None:
+        """With the role: take in what comes."""
+        broken = None
+        try:
+            if not answer.done():
+                with self._endpoint.executor.waiting():
+                    self.framed.read(deadline, self._endpoint.busy_poll)
+        except TimeoutError:
+            pass
+        except BROKEN as error:
+            broken = error
+        finally:
+            self._give_up_role()
+        if broken is not None:
+            self.end(broken)
+
+    def _give_up_role(self) -> None:
+        with self._lock:
+            next_reader = self._role.give_up()
+        if next_reader is not None:
+            next_reader.ring()
+        elif len(self._role.unopened) > 1:
+            self._start_timer()  # user callbacks may keep this thread
+        self._take_notes()
+
+    def _deliver_next(self) -> None:
+        with self._lock:
+            frame = self._role.open_next()
+        if frame is None:
+            return
+        call = frame.call
+        try:
+            if frame.kind in _RESPONSES:
+                self._answered += 1
+                exchange = self._exchanges.get(call)
+                if exchange is not None:
+                    exchange.complete(frame)
+                else:
+                    self._endpoint.receiver.complete(self.peer, frame)
+            else:
+                self._request(frame)
+        finally:
+            with self._lock:
+                self._role.delivered(call)
+
+    # Requests of the other worker
+
+    def serve(self) -> None:
+        """Run the requests of a leased connection, until it is quiet or over. In a thread for
+        it."""
+        frames = self.framed.reader.frames
+        try:
+            while True:
+                deadline = time.monotonic() + _QUIET
+                while not frames:
+                    self.framed.read(deadline, self._endpoint.busy_poll)
+                self._request(frames.popleft())
+        except TimeoutError:
+            self.watch()
+        except BROKEN as error:
+            self.end(error)
+        finally:
+            self.stop_using()
+
+    def ready(self) -> None:
+        """The poller says that something came."""
+        if not self.use():
+            return
+        try:
+            if self._is_owed:
+                self._discard_response()
+            elif self._is_leased:
+                self._start_serving()
+            else:
+                self._read_ready()
+        finally:
+            self.stop_using()
+
+    def _read_ready(self) -> None:
+        with self._lock:
+            if not self._role.take():
+                return  # a waiter reads; it will have us watched again
+        broken = None
+        try:
+            self.framed.reader.pull()
+        except BlockingIOError:
+            pass
+        except BROKEN as error:
+            broken = error
+        finally:
+            with self._lock:
+                next_reader = self._role.give_up()
+        if broken is not None:
+            self.end(broken)
+            return
+        self._take_notes()
+        for _ in range(len(self._role.unopened)):
+            self._endpoint.executor.submit(self._deliver_next)
+        self._hand_over(next_reader)
+
+    def start(self) -> None:
+        """Begin to read, at the acceptor's end or of a shared connection."""
+        if self._is_leased:
+            self._start_serving()
+        else:
+            self.watch()
+
+    def _start_serving(self) -> None:
+        if self.use():
+            try:
+                self._endpoint.executor.host(self.serve)
+            except BaseException:  # no more threads
+                self.stop_using()
+                raise
+
+    def _request(self, frame: Frame) -> None:
+        respond = partial(self.respond, frame.call)
+        try:
+            self._endpoint.receiver.serve(self.peer, frame, respond)
+        except ProtocolError as error:
+            self.end(error)
+
+    def respond(self, call: int, parcel: Parcel) -> None:
+        """Send the response to a request. Quietly nothing, if the connection is over."""
+        if not self.use():
+            return
+        try:
+            if self._is_leased:
+                with self.queue.lock:
+                    self.framed.writer.write(call, parcel)
+            else:
+                more = parcel.can_wait or self._endpoint.executor.backlog > 1
+                self.send(call, parcel, more=more)
+        except OSError as error:
+            log.debug("response to worker %d could not be sent: %s", self.peer, error)
+        finally:
+            self.stop_using()
+        parcel.was_sent()
+
+    def _take_notes(self) -> None:
+        self.heard_at = time.monotonic()
+        notes = self.framed.reader.notes
+        while notes:
+            try:
+                kind = notes.popleft()
+            except IndexError:
+                return  # another thread was quicker
+            if kind == PING:
+                self.note(PONG)
+
+    # The end
+
+    def end(self, why: BaseException | None) -> None:
+        """It is over. Whoever uses it finds out; responses that have come are delivered."""
+        with self._lock:
+            if self._ended:
+                return
+            self._ended = True
+            self._users += 1
+        if isinstance(why, ProtocolError):
+            self.heard_at = time.monotonic()  # something came, if only nonsense
+            log.warning("closed a connection with worker %d: %s", self.peer, why)
+        self._endpoint.poller.drop(self)
+        self.framed.hang_up()
+        if not self._is_leased:
+            while self._role.unopened:
+                self._deliver_next()
+        self._on_ended(self, why)
+        for exchange in list(self._exchanges.values()):
+            exchange.fail("connection closed")
+        with self._lock:
+            sleepers, self._role.sleeping = self._role.sleeping, {}
+        for bell in sleepers.values():
+            bell.ring()
+        self.stop_using()
+
+    def use(self) -> bool:
+        """Whether this thread may use it, until `stop_using`; so a caller leases it."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._users += 1
+            return True
+
+    def stop_using(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = self._ended and not self._users
+        if is_last:
+            with self.queue.lock:  # a writer notices the hang-up and leaves
+                self.framed.close()
+
+
+def _is_past(deadline: float | None) -> bool:
+    return deadline is not None and time.monotonic() >= deadline
