@@ -19,9 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from carrying import LIMITS, PICKLE, PLAIN, Codec, call_of, called
+from carrying import LIMITS, PICKLE, PLAIN, Codec, call_of, called, received
 from gradwire._wire.codec import Manner
-from gradwire._wire.functions import Names, resolve
+from gradwire._wire.functions import Names, main_fingerprint, resolve
+from gradwire._wire.messages import Call
 from gradwire._wire.pickling import PickleSerializer
 from gradwire.errors import NotAllowedError
 
@@ -284,3 +285,103 @@ def scripted(x: torch.Tensor) -> torch.Tensor:
 def test_a_scripted_function_goes_by_the_name_it_was_written_under() -> None:
     assert Names().name_of(scripted, same_main=True) == f"{__name__}:scripted"
     assert resolve(f"{__name__}:scripted") is scripted
+
+
+# What the main script defines on some workers only
+
+
+SCRIPT = """
+def always(x): return x + 1
+if rank == 0:
+    def here(x): return always(x) + factor()
+    def factor(): return 10
+    class Point:
+        def __init__(self, x): self.x = x
+        def twice(self): return Point(2 * self.x)
+    import threading
+    lock = threading.Lock()
+    def locked(): return lock
+joined()
+def late(x): return x * 2
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Iterator[Callable[[int], types.ModuleType]]:
+    """Makes the main module of a worker current, as it is for that rank."""
+    path = tmp_path / "train.py"
+    path.write_text(SCRIPT)
+    modules: dict[int, types.ModuleType] = {}
+    with pytest.MonkeyPatch.context() as patch:
+
+        def main_of(rank: int) -> types.ModuleType:
+            if rank in modules:
+                patch.setitem(sys.modules, "__main__", modules[rank])
+                return modules[rank]
+            main = modules[rank] = types.ModuleType("__main__")
+            patch.setitem(sys.modules, "__main__", main)
+            main.__dict__.update(rank=rank, __file__=str(path), joined=main_fingerprint)
+            exec(compile(SCRIPT, path, "exec"), vars(main))
+            return main
+
+        yield main_of
+        patch.undo()
+        main_fingerprint()
+
+
+MainOf = Callable[[int], types.ModuleType]
+
+
+def across(script: MainOf, func: Any, *args: Any) -> Any:
+    """What a function of rank 0 returns on rank 1, which runs the same script."""
+    arrived = sent_to(script, call_of(func, *args))
+    function = arrived.function
+    if isinstance(function, str):
+        function = resolve(function)
+    result = function(*arrived.args)
+    data = PickleSerializer({}, same_main=True).dumps(result, [])
+    script(0)
+    return PickleSerializer({}, same_main=True).loads(data, [])
+
+
+def sent_to(script: MainOf, call: Call, rank: int = 1) -> Call:
+    """A call from rank 0, as it arrives there."""
+    script(0)
+    parcel = Codec(LIMITS).call(call, SAME_MAIN)
+    script(rank)
+    arrived: Call = received(parcel, SAME_MAIN)
+    return arrived
+
+
+def test_a_function_that_only_one_worker_defines_goes_by_value(script: MainOf) -> None:
+    assert across(script, script(0).here, 1) == 12
+
+
+def test_what_all_define_still_goes_by_name(script: MainOf) -> None:
+    assert sent_to(script, call_of(script(0).always, 1)).function == "__main__:always"
+
+
+def test_a_class_that_only_one_worker_defines_is_the_same_when_it_comes_back(
+    script: MainOf,
+) -> None:
+    point = script(0).Point
+    back = across(script, point.twice, point(3))
+    assert type(back) is point
+    assert back.x == 6
+
+
+def test_what_is_defined_after_joining_is_the_other_workers_own_if_it_has_it(
+    script: MainOf,
+) -> None:
+    own = script(1).late
+    call = call_of(script(0).late, 1)
+    assert sent_to(script, call).function is own
+    del script(1).late
+    assert sent_to(script, call).function(4) == 8
+
+
+def test_it_is_said_why_a_function_cannot_be_sent_by_value(script: MainOf) -> None:
+    with pytest.raises(
+        LookupError, match=r"'locked' is not defined.*cannot pickle.*lock"
+    ):
+        across(script, script(0).locked)

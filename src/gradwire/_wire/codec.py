@@ -162,7 +162,9 @@ class Codec:
         kind = self._kinds[type(call)]
         name = call.function
         if type(name) is not str:
-            name = self._names.name_of(name, manner.same_main)
+            is_enough = manner.plain or self._custom is not None
+            same = manner.same_main
+            name = self._names.name_of(name, same, is_enough=is_enough)
         if name is not None and self._custom is None:
             values, names = call.args, _NO_NAMES
             if call.kwargs:

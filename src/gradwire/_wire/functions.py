@@ -5,14 +5,17 @@ leads back to the very same object, so a decorated, local or replaced function i
 another. What has no name goes by value (`pickling.py`).
 
 Functions of the main script have a name if the other worker runs the same script: they then find
-the module's globals over there, as programs with a server's state in a global expect.
+the module's globals over there, as programs with a server's state in a global expect. Where it is
+not certain that the other one has come across a definition, the value goes along (`pickling.py`).
 """
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import sys
 import types
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +28,46 @@ _METHODS = (types.MethodType, types.BuiltinMethodType)  # made anew at every loo
 
 
 def main_fingerprint() -> str:
-    """Tells whether two workers run the same script; empty if there is none."""
-    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    """Tells whether two workers run the same script; empty if there is none.
+
+    What that has defined by now, whatever this worker is, the others have when they get here.
+    """
+    global _certain
+    main = sys.modules.get("__main__")
+    path = getattr(main, "__file__", None)
     try:
-        return hashlib.sha256(Path(path).read_bytes()).hexdigest() if path else ""
+        source = Path(path).read_bytes() if path else b""
     except OSError:
-        return ""
+        source = b""
+    _certain = (main, _defined_by(source) & vars(main).keys()) if source else None
+    return hashlib.sha256(source).hexdigest() if source else ""
+
+
+_certain: tuple[types.ModuleType | None, frozenset[str]] | None = None
+"""The main module, and which names of it every worker that runs the same script has, if known."""
+
+
+def may_be_missing(qualname: str) -> bool:
+    """Whether another worker that runs the same script may lack this of it."""
+    if _certain is None or _certain[0] is not sys.modules.get("__main__"):
+        return False
+    return qualname.partition(".")[0] not in _certain[1]
+
+
+@lru_cache(maxsize=4)
+def _defined_by(source: bytes) -> frozenset[str]:
+    """The names that a script defines whatever happens: not in an `if`, a `try` or a loop."""
+    try:
+        body = ast.parse(source).body
+    except (SyntaxError, ValueError):
+        return frozenset()
+    found = set()
+    for statement in body:
+        if isinstance(statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found.add(statement.name)
+        elif isinstance(statement, ast.Assign):
+            found |= {t.id for t in statement.targets if isinstance(t, ast.Name)}
+    return frozenset(found)
 
 
 class Names:
@@ -39,8 +76,13 @@ class Names:
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
 
-    def name_of(self, func: Any, same_main: bool) -> str | None:
-        """The name under which `func` can be found elsewhere, or None."""
+    def name_of(
+        self, func: Any, same_main: bool, *, is_enough: bool = True
+    ) -> str | None:
+        """The name under which `func` can be found elsewhere, or None.
+
+        Where a name is not enough: also None if it is not certain that the others know it.
+        """
         try:
             name = self._names.get(func)
         except TypeError:  # unhashable: an instance, never found by name
@@ -52,7 +94,11 @@ class Names:
             if len(self._names) > _MAX_REMEMBERED:
                 self._names.clear()
             self._names[func] = name
-        return name if same_main or not name.startswith("__main__:") else None
+        if not name.startswith("__main__:"):
+            return name
+        if same_main and (is_enough or not may_be_missing(name[len("__main__:") :])):
+            return name
+        return None
 
 
 def resolve(name: str) -> Any:
@@ -86,7 +132,10 @@ def _look_up(name: str) -> Any:
         try:
             found = getattr(found, part)
         except AttributeError as error:
-            raise LookupError(f"no {qualname!r} in module {title!r} here") from error
+            hint = "; define it before init_rpc" if title == "__main__" else ""
+            raise LookupError(
+                f"no {qualname!r} in module {title!r} here{hint}"
+            ) from error
     spec = getattr(module, "__spec__", None)
     is_ready = not getattr(spec, "_initializing", False)  # it is us who import it
     if is_ready and "." not in qualname:

@@ -2,7 +2,8 @@
 
 Tensors never enter the pickle: they go to a list, and the pickle holds their places in it.
 Functions and classes that can be imported go by name; lambdas, closures and what the main script
-defines go by value, unless the other worker runs the same script.
+defines go by value, unless the other worker runs the same script. Then they go by name too, with
+the value beside it where the other one may lack them.
 
 Only used between workers that have proven the world's key: unpickling runs code.
 """
@@ -22,7 +23,7 @@ import cloudpickle
 import torch
 
 from . import tensor_kinds
-from .functions import CHILD_MAIN, MAIN_MODULES
+from .functions import CHILD_MAIN, MAIN_MODULES, may_be_missing
 
 Reducer = Callable[[Any], "tuple[Any, ...] | str"]
 
@@ -80,7 +81,7 @@ class PickleSerializer:
 
     def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
         child = sys.modules.get(CHILD_MAIN)
-        if child is not None and not self.same_main:
+        if child is not None:
             cloudpickle.register_pickle_by_value(child)  # which takes it for importable
         file = io.BytesIO()
         pickler = _Pickler(file, tensors, self, self._beside)
@@ -100,7 +101,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         beside: Beside,
     ) -> None:
         super().__init__(file, protocol=5)
+        self.is_value = False
+        """Whether it pickles something of the main script by value, with what belongs to it."""
         self._tensors = tensors
+        self._serializer = serializer
         self._reducers = serializer.reducers
         self._same_main = serializer.same_main
         self._beside = beside
@@ -124,8 +128,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             and obj.__module__ in MAIN_MODULES
             and _found_in_main(obj)
         ):
-            return obj.__qualname__  # by name
+            if not may_be_missing(obj.__qualname__):
+                return obj.__qualname__  # by name
+            if not self.is_value:
+                return of_main, self._name_and_value(obj)
         return super().reducer_override(obj)
+
+    def _name_and_value(self, obj: Any) -> tuple[str, bytes, str]:
+        """What `of_main` needs: a name, and a pickle, or why there is none."""
+        beside, tensors, file = self._beside, self._tensors, io.BytesIO()
+        counts = len(tensors), len(beside.traced)
+        pickler = _Pickler(file, tensors, self._serializer, beside)
+        pickler.is_value = True
+        try:
+            pickler.dump(obj)
+        except Exception as error:  # noqa: BLE001 user code; the other one may not need it
+            del tensors[counts[0] :]
+            for number in range(counts[1], len(beside.traced)):
+                del beside.traced[number]
+            return obj.__qualname__, b"", f"{type(error).__name__}: {error}"
+        return obj.__qualname__, file.getvalue(), ""
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         recipe = tensor_kinds.take_apart(tensor)
@@ -161,6 +183,8 @@ class _Unpickler(pickle.Unpickler):
         if module == __name__:
             if name == "tensor_at":
                 return self._tensors.__getitem__
+            if name == "of_main":
+                return self._of_main
             if name == "restored" and self._beside.restore is not None:
                 return self._beside.restore
             if name == "traced":
@@ -168,6 +192,28 @@ class _Unpickler(pickle.Unpickler):
         if module in MAIN_MODULES:
             module = "__main__"
         return super().find_class(module, name)
+
+    def _of_main(self, name: str, value: bytes, reason: str) -> Any:
+        """What this main script has under a name; else what the sender's has."""
+        sent = None
+        if (
+            value
+        ):  # also if it is not needed: references and tensors in it have to arrive
+            sent = _Unpickler(io.BytesIO(value), self._tensors, self._beside).load()
+        found = _in_main(name)
+        if found is None and not value:
+            raise LookupError(
+                f"{name!r} is not defined by the main script here, and cannot be sent by value "
+                f"({reason}): define it before init_rpc, on all workers"
+            )
+        return sent if found is None else found
+
+
+def of_main(name: str, value: bytes, reason: str) -> Any:
+    """Stands in a pickle for something of the main script; only our unpickler can follow it."""
+    raise pickle.UnpicklingError(
+        f"{name!r} of the main script can be sent in calls only"
+    )
 
 
 def tensor_at(index: int) -> torch.Tensor:
@@ -197,10 +243,15 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _found_in_main(obj: Any) -> bool:
+    return _in_main(obj.__qualname__) is obj
+
+
+def _in_main(name: str) -> Any:
+    """What the main script has under a name, or None."""
     found: Any = sys.modules["__main__"]
-    for part in obj.__qualname__.split("."):
+    for part in name.split("."):
         found = getattr(found, part, None)
-    return found is obj
+    return found
 
 
 def _is_memory_with_methods(kind: type[torch.Tensor]) -> bool:
