@@ -12,6 +12,7 @@ import typing as _typing
 
 if _typing.TYPE_CHECKING:
     from . import autograd, checkpoint, nn, optim, rpc, script
+    from ._rpc.serial import serial
     from ._rref.reference import RRef
     from .api import (
         all_gather,
@@ -96,10 +97,11 @@ __all__ = [
     "rpc_sync",
     "save",
     "script",
+    "serial",
     "shutdown",
 ]
 
-_ORIGINS = "_rref.reference api checkpoint errors ids nn optim options worker".split()
+_ORIGINS = "_rpc.serial _rref.reference api checkpoint errors ids nn optim options worker".split()
 
 
 def __getattr__(name: str) -> object:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from ._rpc.futures import CallFuture
+from ._rpc.serial import made_serial
 from ._rref import reference
 from ._rref.reference import RRef
 from ._rref.service import References
@@ -180,15 +181,21 @@ def remote(
     args: Any = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
+    *,
+    serial: bool = False,
 ) -> RRef[Any]:
     """Call `func(*args, **kwargs)` on a worker; at once, a reference to its result there.
 
-    What the function raises is raised where the reference is used.
+    What the function raises is raised where the reference is used. With `serial`, methods of the
+    object that it returns run one at a time when workers call them, in the order in which the calls
+    reach it (`gw.serial` marks a class for that); without, at the same time.
 
     >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
     >>> rref.rpc_sync().sum()
     tensor(8.)
     """
+    if serial:
+        func, args, kwargs = made_serial, (func, args, kwargs), None
     try:
         return current_worker().remote(to, func, args, kwargs, timeout)
     except Exception as error:

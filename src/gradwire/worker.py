@@ -100,6 +100,7 @@ class Worker:
         )
         self._codec = InterceptedCodec(codec)
         runner = kinds.runner(self._allow, self._executor.host)
+        runner.waiting = self._executor.waiting
         self._agent = Agent(
             self.card,
             options=options,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from . import torch_modes
 from .allow import AllowList
 from .async_execution import is_async_execution
 from .futures import Loops
+from .serial import turns_of
 
 
 class Later:
@@ -36,6 +38,8 @@ class Runner:
     ) -> None:
         self._allow = allow
         self._loops = Loops(host)
+        self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        """Around a wait: the thread does not count meanwhile."""
 
     def run(self, call: Call) -> Any:
         """What the function returns; `Later` if it is asynchronous.
@@ -58,6 +62,21 @@ class Runner:
         Raises:
             AttributeError: there is none.
         """
+        turns = turns_of(value)
+        if turns is None:
+            return self._run_method(value, call)
+        turns.take(self.waiting)
+        result = None
+        try:
+            result = self._run_method(value, call)
+        finally:
+            if type(result) is not Later:
+                turns.end()
+        if type(result) is Later:
+            result.future.add_done_callback(lambda _: turns.end())
+        return result
+
+    def _run_method(self, value: Any, call: Call) -> Any:
         method = call.function
         if self._allow is None:
             return self.run_function(getattr(value, method), call)

@@ -1,0 +1,117 @@
+"""Objects whose methods run one at a time when other workers call them.
+
+An object is serial if its class is marked, or if it was made by `made_serial`. What waits for it is
+beside it, by its address, for as long as it lives: nothing is added to the object itself.
+"""
+
+from __future__ import annotations
+
+import threading
+import types
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any, TypeVar
+
+from ..threads import Bell
+
+C = TypeVar("C", bound=type)
+
+_MARK = "__gradwire_serial__"
+
+
+def serial(cls: C) -> C:
+    """Mark a class: methods of its objects run one at a time when other workers call them.
+
+    In the order in which the calls reach the object. Without it they run at the same time, in
+    several threads.
+
+    >>> @gw.serial
+    ... class Counter:
+    ...     count = 0
+    ...     def increment(self):
+    ...         self.count += 1
+    >>> counter = gw.remote("worker1", Counter)
+    >>> futures = [counter.rpc_async().increment() for _ in range(100)]
+    >>> _ = [future.wait() for future in futures]
+    >>> counter.to_here().count
+    100
+    """
+    setattr(cls, _MARK, True)
+    return cls
+
+
+class Turns:
+    """A lock that is given in the order in which it was asked for, to whatever thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._is_taken = False
+        self._waiting: deque[Bell] = deque()
+
+    def take(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """Wait for one's turn, inside of `waiting()`."""
+        with self._lock:
+            if not self._is_taken:
+                self._is_taken = True
+                return
+            bell = Bell()
+            self._waiting.append(bell)
+        with waiting():
+            bell.wait(None)
+
+    def end(self) -> None:
+        """The next one's turn."""
+        with self._lock:
+            if self._waiting:
+                self._waiting.popleft().ring()
+            else:
+                self._is_taken = False
+
+
+_turns: dict[int, Turns] = {}
+"""By address of the object."""
+_noting = threading.Lock()
+
+
+def turns_of(value: Any) -> Turns | None:
+    """Whose turn it is to run a method of an object; None if it is not serial."""
+    found = _turns.get(id(value))
+    if found is None and getattr(type(value), _MARK, False):
+        return _note(value)
+    return found
+
+
+def made_serial(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What a function returns, as a serial object.
+
+    Raises:
+        TypeError: it can have no weak references.
+    """
+    value = func(*(args or ()), **(kwargs or {}))
+    if type(value) is types.CoroutineType:
+        return _awaited(value)
+    _note(value)
+    return value
+
+
+async def _awaited(coroutine: Any) -> Any:
+    value = await coroutine
+    _note(value)
+    return value
+
+
+def _note(value: Any) -> Turns:
+    address = id(value)
+    with _noting:
+        if address not in _turns:
+            try:
+                weakref.finalize(value, _turns.pop, address, None).atexit = False
+            except TypeError:
+                raise TypeError(
+                    f"a {type(value).__qualname__} cannot be serial: return an object of a "
+                    "class of your own"
+                ) from None
+            _turns[address] = Turns()
+        return _turns[address]
