@@ -27,7 +27,7 @@ RANKS = {
             "_autograd",
             "worker",
             "api",
-            "rpc autograd _script",
+            "rpc autograd local _script",
             "fanout script",
             "optim",
             "nn",

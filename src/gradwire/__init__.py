@@ -47,6 +47,7 @@ if _typing.TYPE_CHECKING:
         WorkerLostError,
     )
     from .ids import WorkerInfo
+    from .local import local_world
     from .nn import RemoteModule
     from .optim import DistributedOptimizer, GradScaler
     from .options import Options
@@ -86,6 +87,7 @@ __all__ = [
     "grad",
     "init_rpc",
     "load",
+    "local_world",
     "nn",
     "on_join",
     "on_leave",
@@ -101,7 +103,10 @@ __all__ = [
     "shutdown",
 ]
 
-_ORIGINS = "_rpc.serial _rref.reference api checkpoint errors ids nn optim options worker".split()
+_ORIGINS = (
+    "_rpc.serial _rref.reference api checkpoint errors ids local nn optim".split()
+)
+_ORIGINS += ["options", "worker"]
 
 
 def __getattr__(name: str) -> object:
