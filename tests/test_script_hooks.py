@@ -84,3 +84,25 @@ def test_importing_gradwire_patches_nothing_and_loads_nothing_of_it() -> None:
         check=False,
     )
     assert done.stdout == "[]\n", done.stderr
+
+
+@pytest.mark.slow
+def test_a_torch_without_torchscript_says_so() -> None:
+    code = """
+    import torch
+    del torch._C._jit_script_compile, torch.jit._state._python_cu
+    torch.jit.frontend.__dict__.pop("build_class_def")
+    import gradwire as gw
+    try:
+        gw.script.enable()
+    except RuntimeError as error:
+        print(torch.__version__ in str(error), "from Python" in str(error))
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.stdout == "True True\n", done.stderr

@@ -7,6 +7,8 @@ After `enable()`, functions and modules that are scripted can call `rpc_sync`, `
 
 from __future__ import annotations
 
+import torch
+
 __all__ = ["disable", "enable"]
 
 
@@ -18,9 +20,14 @@ def enable() -> None:
     Raises:
         RuntimeError: this torch has no TorchScript.
     """
-    from ._script import hooks
-    from ._script.own import OWN
-
+    try:
+        from ._script import hooks
+        from ._script.own import OWN
+    except (ImportError, AttributeError) as error:
+        raise RuntimeError(
+            f"this torch, {torch.__version__}, has no TorchScript that can make calls "
+            f"({error}): call rpc_sync and the others from Python"
+        ) from error
     hooks.install(OWN)
 
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
-from ..._script import hooks
 from ..._script.frontends import Frontend
 from .. import autograd, state
 from . import api, profiling
 from .internal import RPCExecMode
 from .references import RRef
+
+logger = logging.getLogger("gradwire.compat")
 
 
 def _agent() -> Any:
@@ -53,5 +55,10 @@ TORCH = Frontend(
 
 
 def install() -> None:
-    """Have scripts make calls by torch's names."""
-    hooks.install(TORCH)
+    """Have scripts make calls by torch's names, where this torch has TorchScript."""
+    try:
+        from ..._script import hooks
+    except (ImportError, AttributeError) as error:
+        logger.info("scripts cannot make calls with this torch: %s", error)
+    else:
+        hooks.install(TORCH)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from ..._script.calls import packer
-
 
 def builtin_name(function: Any) -> str | None:
     """The name of an operator, such as `aten::add`; None if it is none."""
@@ -31,6 +29,8 @@ def check_arguments(function: Any, args: Any, kwargs: Any) -> None:
         takes, needs = _signature(function)
         if needs <= len(args) <= len(takes) and all(takes[: len(args)]):
             return
+    from ..._script.calls import packer
+
     packer(function)(*args, **(kwargs or {}))
 
 
