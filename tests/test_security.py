@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import cloudpickle
+import psutil
 import pytest
 import torch
 from torch.distributed import HashStore
@@ -433,6 +434,23 @@ def header(**changed: int) -> bytes:
     return HEADER.pack(*{**fields, **changed}.values())
 
 
+@pytest.mark.parametrize("purpose", [Purpose.SHARED, Purpose.LEASED])
+@pytest.mark.parametrize("announced", [{"body": 1 << 30}, {"bulk": 1 << 30}])
+def test_an_announced_length_takes_memory_only_as_bytes_arrive(
+    target: Worker, purpose: Purpose, announced: dict[str, int]
+) -> None:
+    process, traffic = psutil.Process(), target._transport.traffic
+    with stranger(target) as sock:
+        shake_hands(sock, KEY, purpose)
+        before = process.memory_info().rss
+        for data in (header(**announced), bytes(1000)):
+            so_far = traffic.received
+            sock.sendall(data)
+            wanted = so_far + len(data)
+            wait_until(lambda n=wanted: traffic.received >= n)  # type: ignore[misc]
+        assert process.memory_info().rss - before < 100 << 20
+
+
 CORRUPT: dict[str, tuple[bytes, str]] = {
     "another version": (header(version=99) + bytes(8), "frame of version 99"),
     "a body too large": (
@@ -546,3 +564,16 @@ def test_arguments_that_need_a_pickle_are_refused_before_they_are_sent() -> None
         with pytest.raises(gw.NotAllowedError, match="accepts no functions by value"):
             caller.rpc_sync("worker1", lambda: 1)
         assert caller.rpc_sync("worker1", max, (1, 2)) == 2
+
+
+def test_expanded_tensors_are_bounded_by_what_they_would_take() -> None:
+    limits = {"max_body": MAX_BODY, "max_bulk": MAX_BULK}
+    with socket_world(2, **limits) as workers:
+        size = (MAX_BODY + MAX_BULK) // 4
+        just, other = (torch.ones(1).expand(size) for _ in range(2))
+        assert workers[0].rpc_sync("worker1", torch.numel, (just,)) == size
+        for refused in (torch.ones(1).expand(1 << 40), [just, other]):
+            problem = "expanded tensors of .* bytes, the limit is"
+            with pytest.raises(gw.ProtocolError, match=problem):
+                workers[0].rpc_sync("worker1", len, (refused,))
+        check_calls(workers)

@@ -41,7 +41,7 @@ class FrameReader:
         self._recycler = recycler
         self._traffic = traffic or Traffic()
         self._rest = b""
-        self._long: tuple[Header, bytearray, Any] | None = None
+        self._long: tuple[Header, memoryview, Any] | None = None
         self._parts: deque[memoryview] = (
             deque()
         )  # of the long frame, still to be filled
@@ -105,12 +105,13 @@ class FrameReader:
     def _begin_long(self, header: Header, data: memoryview) -> int:
         """Have the rest of this frame received straight to where it belongs."""
         _, _, _, length, _, _, _, bulk, segment, _ = header
-        body = bytearray(length)
+        # Both take memory only as their bytes arrive, however much is announced.
+        body = memoryview(self._recycler.area(length)).cast("B")
         area = None
         if bulk and not segment:
             area = self._recycler.area(bulk)
         self._long = header, body, area
-        parts = [memoryview(body), memoryview(area or b"").cast("B")]
+        parts = [body, memoryview(area or b"").cast("B")]
         self._parts = deque(p for p in parts if p)
         used = 0
         while self._parts and used < len(data):
@@ -128,7 +129,7 @@ class FrameReader:
             assert self._long is not None
             header, body, area = self._long
             self._long = None
-            self._finish(header, memoryview(body), area)
+            self._finish(header, body, area)
 
     def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
         _, kind, encoding, _, call, scope, mark, bulk, segment, over = header

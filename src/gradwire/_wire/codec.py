@@ -255,7 +255,8 @@ class Codec:
         if frame.encoding == PICKLED:
             loader = PickleSerializer(self._reducers, same_main=True, beside=beside)
         body = memoryview(frame.body)
-        arrived, at = dense_tensors.unpack(body, frame.area)
+        most = self._limits.body + self._limits.bulk
+        arrived, at = dense_tensors.unpack(body, frame.area, most)
         fields = loader.loads(body[at:], arrived)
         traced: list[torch.Tensor] = []
         if frame.scope and frame.mark:

@@ -210,14 +210,18 @@ def _block(group: list[_Source], span: tuple[int, int]) -> tuple[torch.Tensor, i
     return flat, high - low
 
 
-def unpack(body: memoryview, area: Any) -> tuple[list[torch.Tensor], int]:
+def unpack(
+    body: memoryview, area: Any, most: int = _MAX_BYTES
+) -> tuple[list[torch.Tensor], int]:
     """The tensors described at the start of `body`, and how many bytes that took.
+
+    Expanded tensors may claim `most` bytes together: what is done with them takes that much.
 
     Raises:
         ProtocolError: the table does not fit the bytes.
     """
     try:
-        return _Table(body, area).build()
+        return _Table(body, area, most).build()
     except (struct.error, ValueError, TypeError, RuntimeError, OverflowError) as error:
         if isinstance(error, ProtocolError):
             raise
@@ -227,9 +231,11 @@ def unpack(body: memoryview, area: Any) -> tuple[list[torch.Tensor], int]:
 class _Table:
     """A table on its way in."""
 
-    def __init__(self, body: memoryview, area: Any) -> None:
+    def __init__(self, body: memoryview, area: Any, most: int) -> None:
         self._body = body
         self._area = area
+        self._most = most
+        self._expanded = 0
         self._at = 0
 
     def build(self) -> tuple[list[torch.Tensor], int]:
@@ -309,6 +315,7 @@ class _Table:
         needed = _needed(shape, strides, dtype.itemsize)
         if offset + needed > length or offset % dtype.itemsize:
             raise ProtocolError(f"tensor of shape {shape} reaches out of its block")
+        self._count_expanded(math.prod(shape) * dtype.itemsize, length)
         if block in shared or strides is not None:
             storage = shared.get(block) or self._storage(in_area, at, length)
             tensor = torch.empty(0, dtype=dtype, device=raw_bytes.CPU)
@@ -325,6 +332,14 @@ class _Table:
             tensor = torch.empty(shape, dtype=dtype, device=raw_bytes.CPU)
             raw_bytes.write(tensor, self._body[at : at + length])
         return tensor.requires_grad_() if flags & _GRAD else tensor
+
+    def _count_expanded(self, claimed: int, length: int) -> None:
+        if claimed > length:
+            self._expanded += claimed
+            if self._expanded > self._most:
+                raise ProtocolError(
+                    f"expanded tensors of {self._expanded} bytes, the limit is {self._most}"
+                )
 
 
 def _needed(shape: Sequence[int], strides: Sequence[int] | None, itemsize: int) -> int:
