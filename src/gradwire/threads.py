@@ -11,6 +11,9 @@ runs it itself, with no hand-over. What keeps this from getting stuck:
   end when there is none.
 
 `host` gives a task a thread of its own, outside the limit: for tasks that mostly wait.
+
+Where the system has no thread to give ("can't start new thread"), nothing is lost: tasks stay in
+the queue, also those that should have a thread of their own, and the monitor tries again.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ log = logging.getLogger("gradwire")
 _TICK = 0.001  # how long a queue may stand still before a thread is added
 _LINGER_TICKS = 2  # ticks without work before the monitor sleeps: waking it costs more
 _IDLE = 2.0  # how long a thread without work stays
+_LOG_INTERVAL = 10.0
 
 
 class Executor:
@@ -54,6 +58,7 @@ class Executor:
         self._numbers = itertools.count()
         self._threads: set[threading.Thread] = set()
         self._starting = threading.Lock()
+        self._log_after = 0.0
         self._monitor = _Monitor(self)
 
     def __repr__(self) -> str:
@@ -66,6 +71,14 @@ class Executor:
     def backlog(self) -> int:
         return len(self._queue)
 
+    def begin(self) -> None:
+        """Start the monitor, which then sees to the rest: later there may be no thread for it.
+
+        Raises:
+            RuntimeError: there is none now.
+        """
+        self._monitor.begin()
+
     def submit(self, task: Task) -> None:
         """Run `task` soon."""
         self._queue.append(task)
@@ -75,8 +88,9 @@ class Executor:
             self._add_thread()
 
     def host(self, task: Task) -> None:
-        """Run `task` at once in a thread of its own."""
-        self._start(lambda: _run(task), "host")
+        """Run `task` at once in a thread of its own; if there is none to be had, soon."""
+        if not self.start(lambda: _run(task), "host"):
+            self.submit(task)
 
     def call_at(self, when: float, task: Task) -> None:
         """Submit `task` when the monotonic clock shows `when`."""
@@ -150,10 +164,26 @@ class Executor:
                 return
             self._active += 1
             bell = self._idle.pop() if self._idle else None
-        if bell is None:
-            self._start(self._work, "work")
-        else:
+        if bell is not None:
             bell.ring()
+        elif not self.start(self._work, "work"):
+            with self._lock:
+                self._active -= 1
+            self._monitor.wake()  # it tries again
+
+    def start(self, target: Task, role: str) -> bool:
+        """Start a thread; False if there is none to be had, for now."""
+        try:
+            self._start(target, role)
+        except RuntimeError as error:
+            if self._closed:  # Python refuses at its end, too
+                return False
+            now = time.monotonic()
+            if now >= self._log_after:
+                self._log_after = now + _LOG_INTERVAL
+                log.warning("executor %s: %s, trying again", self._name, error)
+            return False
+        return True
 
     def _start(self, target: Task, role: str) -> None:
         def run() -> None:
@@ -302,14 +332,22 @@ class _Monitor:
         if self._asleep or not self._started.locked():
             self.rouse()
 
+    def begin(self) -> None:
+        if self._started.acquire(blocking=False):
+            try:
+                self._executor._start(self._watch, "monitor")
+            except BaseException:
+                self._started.release()
+                raise
+
     def rouse(self) -> None:
         """Look at once."""
         if not self._started.acquire(
             blocking=False
         ):  # held for ever from the first time on
             self._bell.ring()
-        elif not self._executor._closed:
-            self._executor._start(self._watch, "monitor")
+        elif self._executor._closed or not self._executor.start(self._watch, "monitor"):
+            self._started.release()  # whoever needs it next tries again
 
     def _watch(self) -> None:
         executor = self._executor

@@ -158,6 +158,7 @@ class Worker:
 
     def start(self, cards: list[Card], key: bytes, meeting: Meeting | None) -> None:
         """Begin to take part in a world of these workers."""
+        self._executor.begin()
         for card in cards:
             self._agent.add_member(card)
         if meeting is not None:
