@@ -1,7 +1,9 @@
 """How workers meet: over every kind of store, in worlds of fixed size and elastic ones."""
 
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -531,6 +533,44 @@ def test_a_name_is_free_again_though_nobody_saw_its_holder_die(store: Store) -> 
     vanish(join_world("server", elastic(store)))
     with join_world("server", elastic(store)) as server:
         assert server.rpc_sync("server", max, (1, 2)) == 2
+
+
+@contextmanager
+def dying(store: Store, name: str) -> Iterator[socket.socket]:
+    """A worker has died, but its port still takes connections; nobody will answer them."""
+    worker = join_world(name, elastic(store))
+    vanish(worker)
+    with socket.socket() as port:
+        port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        port.bind(worker.card.tcp)
+        port.listen()
+        yield port
+
+
+@pytest.mark.parametrize("proof", ["its port closes", "others lost it"])
+def test_a_replacement_waits_until_its_predecessor_is_gone(
+    store: Store, proof: str
+) -> None:
+    with dying(store, "server") as port:
+
+        def lose() -> None:
+            sock, _ = port.accept()  # the newcomer asks who is there
+            with sock:
+                if proof == "its port closes":
+                    port.close()
+                else:
+                    store.set("gradwire/default/elastic/gone/0", "1")
+
+        server, _ = together(lambda: join_world("server", elastic(store)), lose)
+        with server:
+            assert server.rpc_sync("server", max, (1, 2)) == 2
+
+
+def test_a_predecessor_that_may_live_keeps_its_name(store: Store) -> None:
+    with dying(store, "server"):
+        problem = "'server' is taken by worker 0, which does not answer"
+        with pytest.raises(ValueError, match=problem):
+            join_world("server", elastic(store), join_timeout=0.1)
 
 
 def test_who_began_to_join_and_vanished_holds_nobody_up() -> None:

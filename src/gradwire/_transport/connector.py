@@ -202,15 +202,36 @@ class Dialer:
         return sock
 
     def _shake_hands(self, sock: socket.socket, purpose: Purpose, limit: float) -> None:
-        hello = new_hello(purpose, self._me, self._to.id, self._link).to_bytes()
-        sock.settimeout(_left(limit))
-        sock.sendall(hello)
         try:
-            challenge = receive_exactly(sock, CHALLENGE_SIZE, limit)
-            sock.sendall(prove(self._key, hello, challenge))
+            sock.sendall(self._proof(sock, purpose, limit))
             receive_exactly(sock, 1, limit)
         except ProtocolError as error:
             raise type(error)(f"worker {self._to.name!r}: {error}") from None
+
+    def _proof(self, sock: socket.socket, purpose: Purpose, limit: float) -> bytes:
+        """What is to be sent when the other side has proven itself."""
+        hello = new_hello(purpose, self._me, self._to.id, self._link).to_bytes()
+        sock.settimeout(_left(limit))
+        sock.sendall(hello)
+        answer = receive_exactly(sock, CHALLENGE_SIZE, limit)
+        return prove(self._key, hello, answer)
+
+    def is_alive(self, limit: float) -> bool | None:
+        """Whether it answers; None if it is silent, which proves nothing."""
+        try:
+            with self._connect(limit) as sock:
+                self._proof(sock, Purpose.SHARED, limit)
+        except (ConnectionRefusedError, ProtocolError):  # or another is there now
+            return False
+        except OSError:
+            return None
+        return True
+
+
+def is_alive(me: int, key: bytes, worker: Card, patience: float) -> bool | None:
+    """Whether a worker answers at its address; None if that cannot be told for now."""
+    dialer = Dialer(me, key, worker, unix=False)
+    return dialer.is_alive(time.monotonic() + patience)
 
 
 def describe_silence(seconds: float, *, is_remote: bool) -> str:

@@ -44,11 +44,13 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from ..errors import AuthenticationError, ClosedError, GradwireError
 from ..options import Options
 from .base import Card
+from .connector import is_alive
 from .wait_report import WaitReport, wait_for_listener
 
 _STEP = 0.05
 _REOPEN = 10.0  # seconds for an old store at the same port to go away
-_PROBE = 2.0  # seconds to find out whether someone listens
+_PROBE = 2.0  # seconds to find out whether someone answers
+_LONGEST_PAUSE = 1.0
 
 
 @dataclass(slots=True)
@@ -333,12 +335,32 @@ class Meeting:
         key, mine = f"name/{card.name}", str(card.id)
         holder = self._store().compare_set(key, "", mine).decode()
         while holder != mine:
-            if not self._is_gone(int(holder)) and not self._was_killed(int(holder)):
+            problem = self._wait_until_gone(card.id, int(holder))
+            if problem:
                 self._store().set(f"gone/{card.id}", "1")
-                raise ValueError(
-                    f"worker name {card.name!r} is taken by worker {holder}"
-                )
+                raise ValueError(f"worker name {card.name!r} is taken by {problem}")
             holder = self._store().compare_set(key, holder, mine).decode()
+
+    def _wait_until_gone(self, me: int, holder: int) -> str:
+        """Why a name stays its holder's; nothing, when that worker is gone.
+
+        One that has just died may not be known to have: its machine may be out of reach, or the
+        system may not be done with it. So only one that answers keeps its name at once.
+        """
+        pause = _STEP
+        while not self._is_gone(holder):
+            card = self._published(holder)
+            patience = max(0.1, min(_PROBE, self._deadline - time.monotonic()))
+            answers = card and is_alive(me, self.key(), card, patience)
+            if answers is False:
+                break
+            if answers:
+                return f"worker {holder}"
+            if time.monotonic() > self._deadline:
+                return f"worker {holder}, which does not answer, nor count as lost"
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        return ""
 
     def _wait_for(self, number: int) -> Card:
         """The card of a worker in a world of fixed size."""
@@ -357,19 +379,6 @@ class Meeting:
                 )
             time.sleep(_STEP / 10)
         return card
-
-    def _was_killed(self, number: int) -> bool:
-        """Whether a worker is gone although nobody was there to note it."""
-        card = self._published(number)
-        if card is None or card.tcp is None:
-            return False
-        try:
-            socket.create_connection(card.tcp, timeout=_PROBE).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False  # out of reach, which proves nothing
-        return False
 
     def _missing(self) -> list[int]:
         return [i for i in range(self._size or 0) if not self._has(f"card/{i}")]
