@@ -1,6 +1,7 @@
 """The whole programs of `gradwire bench`: their statistics, and each of them at a small size."""
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from rich.console import Console
 
 from gradwire.tools.bench.command import main
 from gradwire.tools.bench.group import FailedError, Group
+from gradwire.tools.bench.member import Member
 from gradwire.tools.bench.program import Program, always, fell
 from gradwire.tools.bench.program_report import (
     Samples,
@@ -39,20 +41,26 @@ def small(program: Program) -> Program:
     return replace(program, steps=3, warm_up=1)
 
 
-def sample(median: float, p90: float, cpu: float) -> dict[str, float]:
-    return {"median": median, "p90": p90, "cpu": cpu}
+def sample(median: float, p90: float, mean: float, cpu: float) -> dict[str, float]:
+    return {"median": median, "p90": p90, "mean": mean, "cpu": cpu}
 
 
 def samples() -> Samples:
     """The second round of the first program on a machine that was twice as slow."""
     return {
         "trainer + server": {
-            "torch": [sample(4e-3, 8e-3, 6e-3), sample(8e-3, 16e-3, 12e-3)],
-            "gradwire": [sample(2e-3, 2e-3, 3e-3), sample(4e-3, 4e-3, 6e-3)],
+            "torch": [
+                sample(4e-3, 8e-3, 5e-3, 6e-3),
+                sample(8e-3, 16e-3, 10e-3, 12e-3),
+            ],
+            "gradwire": [
+                sample(2e-3, 2e-3, 2e-3, 3e-3),
+                sample(4e-3, 4e-3, 4e-3, 6e-3),
+            ],
         },
         "sync add, 1 caller": {
             "torch": ["hung: worker1 did not answer within 60 s"] * 2,
-            "gradwire": [sample(20e-6, 30e-6, 40e-6)] * 2,
+            "gradwire": [sample(20e-6, 30e-6, 25e-6, 40e-6)] * 2,
         },
     }
 
@@ -68,16 +76,16 @@ def test_a_percentile_is_one_of_the_values() -> None:
     assert percentile([3.0], 0.9) == 3
 
 
-def test_a_sample_has_median_p90_and_cpu() -> None:
+def test_a_sample_has_median_p90_mean_and_cpu() -> None:
     times = [1.0] * 8 + [5.0, 9.0]
-    assert sample_of(times, 2.5) == sample(1.0, 5.0, 2.5)
+    assert sample_of(times, 2.5) == sample(1.0, 5.0, 2.2, 2.5)
 
 
 def test_ratios_are_those_of_the_same_round() -> None:
     rows = summarize_programs(samples())["trainer + server"]
     assert "ratios" not in rows["torch"]
     assert rows["torch"]["median"] == pytest.approx(6e-3)
-    assert rows["gradwire"]["ratios"] == pytest.approx(sample(2, 4, 2))
+    assert rows["gradwire"]["ratios"] == pytest.approx(sample(2, 4, 2.5, 2))
     assert len(rows["gradwire"]["rounds"]) == 2
 
 
@@ -105,7 +113,10 @@ def test_the_table_shows_times_ratios_and_failures() -> None:
     summary = summarize_programs(samples())
     show_programs(summary, "one", Console(file=text, width=160))
     assert "one thread" in text.getvalue()
-    assert "│  3 ms / 3 ms / 4.5 ms │     ×2 │  ×4 │  ×2 │   ×3 │" in text.getvalue()
+    assert (
+        "│   3 ms / 3 ms / 3 ms / 4.5 ms │     ×2 │  ×4 │ ×2.5 │  ×2 │   ×3 │"
+        in text.getvalue()
+    )
     assert "torch: sync add, 1 caller: hung: worker1 did not" in text.getvalue()
 
 
@@ -121,10 +132,11 @@ def test_promises_are_shown_as_kept_or_broken() -> None:
     assert f"{GREEN}×4" not in text.getvalue()
 
 
-def test_a_promise_may_depend_on_the_threads() -> None:
+def test_a_promise_may_depend_on_the_threads_and_the_number_of_clients() -> None:
     program = by_name("trainer + server")
     assert goals_of(program, "one") == {"median": 3, "cpu": 1}
     assert goals_of(program, "default") == {"median": 2.5, "cpu": 1}
+    assert goals_of(by_name("sync add, 6 callers"), "one") == {"mean": 6, "cpu": 1}
     paced = by_name("add, every 10 ms of sleep")
     assert goals_of(paced, "one") == {"median": 2, "p90": 1.8, "cpu": 1}
 
@@ -132,10 +144,10 @@ def test_a_promise_may_depend_on_the_threads() -> None:
 def test_the_table_for_a_page_has_the_same_figures() -> None:
     page = markdown_programs(summarize_programs(samples()), "default")
     assert page.splitlines() == [
-        "| torch's default threads | torch | gradwire | median | p90 | CPU |",
-        "|---|---|---|---|---|---|",
-        "| trainer + server | 6 ms | 3 ms | ×2 | ×4 | ×2 |",
-        "| sync add, 1 caller | failed | 20 µs | – | – | – |",
+        "| torch's default threads | torch | gradwire | median | p90 | mean | CPU |",
+        "|---|---|---|---|---|---|---|",
+        "| trainer + server | 6 ms | 3 ms | ×2 | ×4 | ×2.5 | ×2 |",
+        "| sync add, 1 caller | failed | 20 µs | – | – | – | – |",
         "",
         "torch: sync add, 1 caller: hung: worker1 did not answer within 60 s",
     ]
@@ -199,6 +211,20 @@ def test_a_program_has_the_right_results(group: str) -> None:
         assert not isinstance(measured, str), f"{program.name}: {measured}"
         assert 0 < measured["median"] <= measured["p90"]
         assert measured["cpu"] > 0
+
+
+def test_a_program_may_be_over_after_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    results = iter([1.0, 2.0, 3.0, 4.0])
+    counting = replace(
+        by_name("sync add, 1 caller"), begin=lambda rank: lambda: next(results)
+    )
+    monkeypatch.setattr("gradwire.tools.bench.member.PROGRAMS", [counting])
+    member = Member(0)
+    member.prepare(counting.name, 1)
+    assert member.run(2, math.inf)["results"] == [1, 2, 3]
+    run = member.run(2, -1.0)
+    assert run["results"] == [1, 2, 3, 4]
+    assert len(run["times"]) == 1
 
 
 @pytest.mark.slow

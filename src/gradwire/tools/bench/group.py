@@ -68,14 +68,14 @@ class Group:
         for members in servers, clients:
             self._all(members, "prepare", program.name, program.warm_up)
         self._all(everyone, "start")
-        answers = self._all(clients, "run", program.steps)
+        answers = self._all(clients, "run", program.steps, program.seconds)
         cpu = sum(self._all(everyone, "stop"))
         self._signal(signal.SIGSTOP)
         for rank, answer in enumerate(answers):
             if wrong := program.check(answer["results"]):
                 raise FailedError(f"worker{rank}: wrong result: {wrong}")
         times = [seconds for answer in answers for seconds in answer["times"]]
-        return sample_of(times, cpu / program.steps)
+        return sample_of(times, cpu * program.clients / len(times))
 
     def close(self) -> None:
         """End the processes; stopped first, they do not complain about each other."""

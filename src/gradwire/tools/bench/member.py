@@ -9,6 +9,7 @@ begins to count CPU seconds, `run` takes the steps and `stop` tells the CPU seco
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 import time
@@ -36,15 +37,15 @@ class Member:
         if self._rank < self._program.clients:
             self._results = []
             self._step = self._program.begin(self._rank)
-            self._take(warm_up)
+            self._take(warm_up, math.inf)
         else:
             self._program.serve()
 
     def start(self) -> None:
         self._cpu = time.process_time()
 
-    def run(self, steps: int) -> dict[str, list[float]]:
-        times = self._take(steps)
+    def run(self, steps: int, seconds: float) -> dict[str, list[float]]:
+        times = self._take(steps, seconds)
         return {"times": times, "results": self._results}
 
     def stop(self) -> float:
@@ -52,16 +53,20 @@ class Member:
         self._step = None
         return cpu
 
-    def _take(self, count: int) -> list[float]:
+    def _take(self, count: int, seconds: float) -> list[float]:
         step, pause = self._step, self._program.pause
         assert step is not None
-        times = []
-        for _ in range(count):
+        times: list[float] = []
+        deadline = time.perf_counter() + seconds
+        while len(times) < count:
             pause()
             begin = time.perf_counter()
             result = step()
-            times.append(time.perf_counter() - begin)
+            end = time.perf_counter()
+            times.append(end - begin)
             self._results.append(result)
+            if end > deadline:
+                break
         return times
 
 

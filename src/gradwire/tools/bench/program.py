@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,8 @@ class Program:
     steps: int
     warm_up: int
     """Steps before the clock starts."""
+    seconds: float = math.inf
+    """Take no more steps after that long: callers that compete should do so until the end."""
     clients: int = 1
     servers: int = 1
     serve: Callable[[], None] = _nothing
@@ -32,7 +35,7 @@ class Program:
     pause: Callable[[], None] = _nothing
     """Before each step, not timed."""
     goal: float | None = None
-    """The promise: this ratio of medians to torch RPC, with either number of threads."""
+    """The promise: this ratio to torch RPC, with either number of threads."""
     default_threads_goal: float | None = None
     """Another one with torch's default threads."""
     p90_goal: float | None = None
@@ -47,6 +50,11 @@ class Program:
     def processes(self) -> str:
         """What names the processes that it runs in."""
         return self.group or self.name
+
+    @property
+    def goal_figure(self) -> str:
+        """Which ratio the promise is about: with several clients, how much is done in all."""
+        return "median" if self.clients == 1 else "mean"
 
     def goal_with(self, threads: str) -> float | None:
         """The promise in this thread setting."""

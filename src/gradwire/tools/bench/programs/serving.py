@@ -100,7 +100,8 @@ def _adding(callers: int, goal: float | None = None) -> Program:
         begin=partial(_add, callers),
         clients=callers,
         check=always(18),
-        steps=1200 // callers,
+        steps=20_000,
+        seconds=0.6,
         warm_up=300 // callers,
     )
 
