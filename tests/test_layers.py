@@ -19,7 +19,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         [
-            "errors ids options events threads cores tracebacks",
+            "errors ids options events threads cores tracebacks uncompiled",
             "_wire",
             "_transport",
             "_rpc",
@@ -45,6 +45,7 @@ ENTRIES = {ROOT, f"{ROOT}.__main__"}
 
 # Module: why no public name does.
 PRIVATE_TORCH: dict[str, str] = {
+    "gradwire.uncompiled": "the compiler's switch for code, without loading the compiler",
     "gradwire._autograd.engine": "the engine without 10 µs of checks; is the profiler on",
     "gradwire._script.compiler": "compiles TorchScript that was written as text",
     "gradwire._script.hooks": "the compiler's own names for what it parses, infers and loads",

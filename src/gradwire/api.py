@@ -29,6 +29,7 @@ from .errors import ClosedError
 from .ids import WorkerInfo
 from .options import Options
 from .tracebacks import hidden_frames, hide_frames
+from .uncompiled import uncompiled
 from .worker import Worker, open_worker
 
 log = logging.getLogger("gradwire")
@@ -131,6 +132,7 @@ def current_worker() -> Worker:
     return worker
 
 
+@uncompiled
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -155,6 +157,7 @@ def rpc_sync(
         raise
 
 
+@uncompiled
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -175,6 +178,7 @@ def rpc_async(
         raise
 
 
+@uncompiled
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -236,6 +240,7 @@ def context() -> AbstractContextManager[int]:
     return current_worker().autograd.context()
 
 
+@uncompiled
 def backward(
     context_id: int,
     roots: Sequence[Tensor],
@@ -278,6 +283,7 @@ def backward(
         )
 
 
+@uncompiled
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients of this worker's leaves in a context.
 
@@ -295,6 +301,7 @@ def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
         return current_worker().autograd.get_gradients(context_id)
 
 
+@uncompiled
 def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
     context_id: int,
     outputs: Tensor | Sequence[Tensor],

@@ -29,6 +29,7 @@ import torch.futures
 from .._wire.functions import describe
 from ..errors import ClosedError
 from ..tracebacks import hide_frames, text_of
+from ..uncompiled import uncompiled
 
 log = logging.getLogger("gradwire")
 
@@ -78,6 +79,7 @@ class CallFuture(Future):
         self._attend = attend
         self._result: Any = _NONE_YET
 
+    @uncompiled
     def wait(self, timeout: float | None = None) -> Any:
         """The result.
 

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 from ..tracebacks import hide_frames
+from ..uncompiled import uncompiled
 
 Invoke = Callable[[Any, str, Any, Any, "float | None"], Any]
 
@@ -30,6 +31,7 @@ class Proxy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call("__call__", *args, **kwargs)
 
+    @uncompiled
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         try:
             return self._invoke(self._core, method, args, kwargs, self._timeout)

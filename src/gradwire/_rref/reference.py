@@ -16,6 +16,7 @@ from .._rpc.futures import CallFuture
 from ..errors import ClosedError, GradwireError
 from ..ids import WorkerInfo
 from ..tracebacks import hidden_frames, hide_frames
+from ..uncompiled import uncompiled
 from .fork import Fork
 from .messages import spell
 from .proxies import Invoke, Proxy
@@ -114,6 +115,7 @@ class RRef(Generic[T]):
         if not isinstance(self._core, OwnedValue):
             _ = self._core.is_confirmed
 
+    @uncompiled
     def local_value(self) -> T:
         """The value itself, at its owner.
 
@@ -130,6 +132,7 @@ class RRef(Generic[T]):
             value: T = self._service.fetch(self._core, None)
         return value
 
+    @uncompiled
     def to_here(self, timeout: float | None = None) -> T:
         """A copy of the value; at its owner, the value itself.
 
@@ -145,6 +148,7 @@ class RRef(Generic[T]):
             raise
         return value
 
+    @uncompiled
     def to_here_async(self, timeout: float | None = None) -> CallFuture:
         """The future of a copy of the value; `await rref` does the same."""
         return self._service.fetch_async(self._core, timeout)

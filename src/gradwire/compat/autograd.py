@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._autograd.contexts import Context
 from .._autograd.service import Autograd
+from ..uncompiled import uncompiled
 from . import state
 
 _COUNT_BITS = 48
@@ -89,6 +90,7 @@ def _get_debug_info() -> dict[str, str]:
     return {key: str(value) for key, value in _autograd().debug_info().items()}
 
 
+@uncompiled
 def backward(
     context_id: int, roots: Sequence[Tensor], retain_graph: bool = False
 ) -> None:
@@ -96,6 +98,7 @@ def backward(
     _autograd().backward(context_id, roots, retain_graph)
 
 
+@uncompiled
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
     """The gradients of this worker's leaves in a context."""
     return _autograd().get_gradients(context_id)

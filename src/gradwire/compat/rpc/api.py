@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch.jit import ScriptFunction
 
+from ...uncompiled import uncompiled
 from .. import state
 from . import profiling
 from .constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -100,6 +101,7 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 # Calls
 
 
+@uncompiled
 def rpc_sync(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -122,6 +124,7 @@ def rpc_sync(
     return agent.call_sync(to, func, args, kwargs, timeout)
 
 
+@uncompiled
 def rpc_async(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
@@ -149,6 +152,7 @@ def rpc_async(
     return future
 
 
+@uncompiled
 def remote(
     to: str | int | WorkerInfo,
     func: Callable[..., Any],

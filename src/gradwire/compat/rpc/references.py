@@ -15,6 +15,7 @@ from ..._rref.reference import Core, Service
 from ..._rref.reference import RRef as _RRef
 from ..._rref.values import OwnedValue
 from ...errors import CallTimeout, ClosedError, StaleReferenceError
+from ...uncompiled import uncompiled
 from .. import state
 from .constants import UNSET_RPC_TIMEOUT
 from .errors import RpcTimeout, RRefCreationError, explain_creation
@@ -56,11 +57,13 @@ class RRef(_RRef[T]):
     def owner(self) -> WorkerInfo:
         return known(super().owner())
 
+    @uncompiled
     def to_here(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> T:
         with _torch_texts(self, "to_here() on it"):
             value: T = self._agent().fetch(self, timeout)
             return value
 
+    @uncompiled
     def local_value(self) -> T:
         if not self.is_owner():
             me, (value, fork) = known(self._service.me), self._spelled()

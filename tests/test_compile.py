@@ -1,0 +1,122 @@
+"""`torch.compile` of functions that make calls: graphs end at the calls, and results are exact."""
+
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire as gw
+from gradwire.testing import World
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
+
+ROOT = Path(__file__).parents[1]
+Step = Callable[[Tensor, Tensor], Tensor]
+
+
+def fuse(x: Tensor, y: Tensor) -> Tensor:
+    return torch.tanh(x * y + x)
+
+
+def step(x: Tensor, w: Tensor) -> Tensor:
+    """Five calls of ours, with three pieces of local work around them."""
+    h = torch.sigmoid(x * w)
+    r = gw.rpc_sync("worker1", fuse, (h, w))
+    z = (r * w).exp() + h
+    future = gw.rpc_async("worker1", torch.mul, args=(z, w))
+    waited = future.wait()
+    rref = gw.remote("worker1", fuse, args=(waited, w))
+    return (rref.to_here() * z).sum()
+
+
+def gradients(function: Step, x: Tensor, w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    with gw.context() as ctx:
+        loss = function(x, w)
+        gw.backward(ctx, [loss])
+        found = gw.get_gradients(ctx)
+        return loss, found[x], found[w]
+
+
+def assert_exact(compiled: Step) -> None:
+    torch.manual_seed(0)
+    for _ in range(3):
+        x, w = (torch.rand(4, requires_grad=True) for _ in range(2))
+        torch.testing.assert_close(gradients(compiled, x, w), gradients(step, x, w))
+
+
+@pytest.fixture
+def counters() -> Any:
+    dynamo: Any = pytest.importorskip("torch._dynamo")
+    dynamo.reset()
+    dynamo.utils.counters.clear()
+    yield dynamo.utils.counters
+    dynamo.reset()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_graph_ends_at_each_call_and_nothing_of_ours_is_compiled(
+    backend: str, counters: Any
+) -> None:
+    with World(2) as world, world.as_worker(0):
+        assert_exact(torch.compile(step, backend=backend))
+        assert len(world) == 2
+    assert sum(counters["graph_break"].values()) == 5
+    assert counters["stats"]["unique_graphs"] == 3
+    assert all("outside of the graph" in why for why in counters["graph_break"])
+
+
+def run_compiled(x: Tensor, y: Tensor) -> Tensor:
+    return torch.compile(fuse, backend="eager")(x, y)
+
+
+def test_a_compiled_function_that_is_called_stays_compiled(counters: Any) -> None:
+    x = torch.ones(2)
+    with World(1) as world, world.as_worker(0):
+        found = gw.rpc_sync("worker0", run_compiled, (x, x))
+        assert len(world) == 1
+    torch.testing.assert_close(found, fuse(x, x))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_a_graph_that_must_be_whole_is_refused(counters: Any) -> None:
+    def call(x: Tensor) -> Tensor:
+        result: Tensor = gw.rpc_sync("worker1", torch.add, (x, 1))
+        return result
+
+    with World(2) as world, world.as_worker(0):
+        with pytest.raises(Exception, match="outside of the graph"):
+            torch.compile(call, backend="eager", fullgraph=True)(torch.ones(2))
+        assert len(world) == 2
+
+
+def test_the_default_backend() -> None:
+    code = f"""
+    import shutil, sys, warnings
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {str(ROOT / "tests")!r})
+    import torch
+    from gradwire.testing import World
+    from test_compile import assert_exact, step
+    if not any(map(shutil.which, ("g++", "clang++", "c++"))):
+        print("no compiler")
+    else:
+        with World(2) as world, world.as_worker(0):
+            assert_exact(torch.compile(step))
+        print("exact")
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    if done.stdout == "no compiler\n":
+        pytest.skip("the default backend needs a C++ compiler")
+    assert done.stdout == "exact\n", done.stderr
