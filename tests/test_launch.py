@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -162,7 +163,39 @@ finally:
     assert launch(source, "-n", "2") == 130
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[worker0] tidied up", "[worker1] tidied up"]
-    assert err == "gradwire launch: SIGINT: ending worker0, worker1\n"
+    first, *places = err.splitlines()
+    assert first == "gradwire launch: SIGINT: ending worker0, worker1"
+    begins = [
+        f"gradwire launch: worker{n} was at {Path('train.py').resolve()}, line "
+        for n in (0, 1)
+    ]
+    assert all(
+        place.startswith(begin)
+        for place, begin in zip(sorted(places), begins, strict=True)
+    )
+
+
+def test_ctrl_c_shows_where_a_worker_was(capfd: pytest.CaptureFixture[str]) -> None:
+    source = """
+def stuck():
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+stuck()
+"""
+    assert launch(source) == 130
+    assert capfd.readouterr().err.endswith(", in stuck\n")
+
+
+def test_ctrl_c_ends_within_two_seconds_those_that_do_not_heed_it() -> None:
+    source = """
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path("sent").write_text(str(time.time()))
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+    assert launch(source) == 130
+    assert time.time() - float(Path("sent").read_text()) < 4  # 2 on a quiet machine
 
 
 def test_what_goes_wrong_after_ctrl_c_is_shown(

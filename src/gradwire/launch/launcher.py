@@ -20,7 +20,7 @@ from .output import Console
 from .plan import Plan, Recruit, recruits
 from .processes import Crew, Ended, Said
 from .run_state import TIMED_OUT, Course
-from .stderr_tail import LastWords
+from .stderr_tail import LastWords, place_of
 
 _JOIN = 300.0  # seconds for the first node to come up
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -131,9 +131,12 @@ class _Launch:
 
     def _ended(self, ended: Ended, now: float) -> None:
         # The traceback of a worker that Ctrl-C has ended is no news; anything else is.
-        if self._held is not None and ended.status != 128 + signal.SIGINT:
-            for line in self._held[ended.worker]:
+        held = None if self._held is None else self._held[ended.worker]
+        if held is not None and ended.status != 128 + signal.SIGINT:
+            for line in held:
                 self._console.show(ended.worker, line, is_error=True)
+        elif held is not None and (place := place_of(held)) is not None:
+            self._console.say(f"{self._names[ended.worker]} was at {place}")
         is_echo = self._words[ended.worker].is_echo
         number = self._course.ended(ended.worker, ended.status, now, is_echo=is_echo)
         if self._course.culprit is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 TIMED_OUT = 124  # the exit status of `timeout`, which people know
 
 _PATIENCE = 5.0  # seconds until the next, stronger signal
+_SHORT_PATIENCE = 0.8  # after Ctrl-C, which somebody waits for
 _ECHO = (
     10.0  # seconds for the one that an echo speaks of; closing a busy worker takes 5
 )
@@ -34,6 +35,7 @@ class Course:
     _signals: list[signal.Signals] = field(default_factory=list)
     """The ones still to be sent."""
     _is_ending: bool = False
+    _patience: float = _PATIENCE
 
     @property
     def is_over(self) -> bool:
@@ -60,8 +62,10 @@ class Course:
         if self._is_ending:
             return self._end(now, signal.SIGKILL)
         self.status = 128 + number
-        first = signal.SIGINT if number == signal.SIGINT else signal.SIGTERM
-        return self._end(now, first, signal.SIGTERM, signal.SIGKILL)
+        if number == signal.SIGINT:
+            self._patience = _SHORT_PATIENCE
+            return self._end(now, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+        return self._end(now, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)
 
     def timed_out(self, now: float) -> signal.Signals | None:
         """The run took too long. Python's fault handler answers SIGABRT with all stacks."""
@@ -96,5 +100,5 @@ class Course:
         if not self._signals:
             self.deadline = None  # SIGKILL was sent: the kernel does the rest
             return None
-        self.deadline = now + _PATIENCE
+        self.deadline = now + self._patience
         return self._signals.pop(0)

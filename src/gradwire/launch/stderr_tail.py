@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
 
 _KEPT = 400  # lines
 _SHOWN = 20  # of them, where no traceback is among them
 _BEGINS = "Traceback (most recent call last):"
 _CAUSE = "gradwire.errors.RemoteError: on worker '"  # before one on another worker
 _ECHO = "lost worker '"  # how `WorkerLostError` begins
+_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
+_OURS = str(Path(__file__).parents[1])
+
+
+def place_of(lines: Sequence[str]) -> str | None:
+    """Where the last traceback among these lines was raised, but for frames of our own."""
+    if _BEGINS not in lines:
+        return None
+    start = len(lines) - 1 - list(reversed(lines)).index(_BEGINS)
+    frames = [found for line in lines[start:] if (found := _FRAME.match(line))]
+    users = [found for found in frames if not found[1].startswith(_OURS)] or frames
+    if not users:
+        return None
+    path, number, function = users[-1].groups()
+    return f"{path}, line {number}, in {function}"
 
 
 class LastWords:
