@@ -50,7 +50,7 @@ def wait_for_listener(host: str, port: int, timeout: float) -> None:
         except OSError as error:
             if time.monotonic() + _PAUSE > deadline:
                 raise GradwireError(
-                    f"cannot reach the store at {host}:{port} within {timeout:g} s ({error}): "
+                    f"cannot reach the store at {host}:{port} within {timeout:.3g} s ({error}): "
                     "rank 0 opens it, so check that it runs and that the address is the same"
                 ) from None
             report.tick()
