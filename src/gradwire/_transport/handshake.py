@@ -22,7 +22,7 @@ from enum import IntEnum
 
 from ..errors import AuthenticationError, ProtocolError
 
-VERSION = 7
+VERSION = 8
 _MAGIC = b"GRADWIRE"
 _HELLO = struct.Struct("<8sHHIqqQ32s")
 _HEAD = struct.Struct("<8sHHI32s")  # of the challenge; its MAC follows
