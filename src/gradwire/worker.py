@@ -175,6 +175,7 @@ class Worker:
             host = [c for c in self._agent.members.cards() if c.host == self.card.host]
             others = [card.cores for card in host if card.id != self.id]
             self._cores.divide(self.card.cores, others)
+            self._transport.share_host(len(host))
 
         divide()
         if is_elastic:

@@ -152,6 +152,9 @@ class Transport(Protocol):
     def start(self, me: int, key: bytes, receiver: Receiver) -> None:
         """Begin to receive, as worker `me`, from those who know the key."""
 
+    def share_host(self, workers: int) -> None:
+        """So many workers are on this host, this one included."""
+
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:

@@ -63,6 +63,9 @@ class WrappedTransport:
         self._receiver = receiver
         self._inner.start(me, key, receiver)
 
+    def share_host(self, workers: int) -> None:
+        self._inner.share_host(workers)
+
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:

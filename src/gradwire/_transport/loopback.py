@@ -74,6 +74,9 @@ class LoopbackTransport:
         with self._network.lock:
             self._network.workers[me] = self
 
+    def share_host(self, workers: int) -> None:
+        """Nothing here polls."""
+
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
     ) -> None:
