@@ -8,15 +8,15 @@ import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import gradwire as gw
 from calls_world import ENOUGH
 from gradwire._rref.messages import ADOPT, NOTES, RECALL
-from gradwire._transport.base import Card, Transport
+from gradwire._transport.base import Transport
 from gradwire._transport.loopback import LoopbackNetwork, LoopbackTransport
-from gradwire._wire.frames import Frame, Parcel
-from gradwire._wire.messages import FAILURE, RESULT
+from gradwire._wire.frames import Parcel
 from gradwire.testing import World
 from gradwire.threads import Executor
 
@@ -195,21 +195,19 @@ class PostedTransport(LoopbackTransport):
         self._post = post
         self._kinds: dict[tuple[int, int], int] = {}
 
-    def post(
-        self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
+    def _send(
+        self, other: LoopbackTransport, call: int, parcel: Parcel, *, is_request: bool
     ) -> None:
-        send = super().post
-        self._post.carry(parcel.kind, lambda: send(to, call, parcel))
-
-    def reply(self, to: int, call: int, parcel: Parcel) -> None:
-        send = super().reply
-        kind = -self._kinds.get((to, call), 0)
-        self._post.carry(kind, lambda: send(to, call, parcel))
-
-    def put(self, sender: int, frame: Frame) -> None:
-        if frame.kind not in (RESULT, FAILURE):
-            self._kinds[sender, frame.call] = frame.kind
-        super().put(sender, frame)
+        send = partial(super()._send, other, call, parcel, is_request=is_request)
+        kind = parcel.kind
+        if is_request:
+            other._kinds[self.me, call] = kind  # type: ignore[attr-defined]
+        else:
+            kind = -self._kinds.get((other.me, call), 0)
+        if other is self:
+            send()  # nothing a worker says to itself gets lost
+        else:
+            self._post.carry(kind, send)
 
 
 class PostedWorld(World):
