@@ -142,14 +142,18 @@ class InterceptedCodec:
         context = None if recorder is None else recorder.current()
         is_traced = context is not None and is_grad_enabled()
         encoded = self._codec.call(call, manner, is_traced=is_traced)
+        if context is None and encoded[2] is None:
+            return encoded[0]
         return self._intercepted(encoded, context, manner)
 
     def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
         """A result as a parcel, in the context of what it answers."""
-        is_traced = context is not None and is_grad_enabled()
-        encoded = self._codec.result(value, manner, is_traced=is_traced)
         if type(value) is TensorMessage:
             context = None
+        is_traced = context is not None and is_grad_enabled()
+        encoded = self._codec.result(value, manner, is_traced=is_traced)
+        if context is None and encoded[2] is None:
+            return encoded[0]
         return self._intercepted(encoded, context, manner)
 
     def message(self, message: Any, manner: Manner) -> Parcel:
@@ -159,6 +163,8 @@ class InterceptedCodec:
         if type(message) in self._in_context and is_grad_enabled():
             context = None if self._recorder is None else self._recorder.current()
         encoded = self._codec.message(message, manner, is_traced=context is not None)
+        if context is None and encoded[2] is None:
+            return encoded[0]
         return self._intercepted(encoded, context, manner)
 
     def _intercepted(self, encoded: Encoded, context: Any, manner: Manner) -> Parcel:
