@@ -111,6 +111,7 @@ class Plan:
 
     __slots__ = (
         "_bulk",
+        "_count",
         "_cut",
         "_steps",
         "build",
@@ -146,6 +147,9 @@ class Plan:
         self.pick = picker(compiler.traced, len(self.makers))
         are_tensors = compiler.are_tensors and len(specs) == len(self.makers) > 0
         self._steps = None if are_tensors else compiler.steps
+        self._count: int | None = None  # of numbers before tensors, if that is all
+        if target is TENSOR_MESSAGE and len(specs) == len(self.makers) + 1:
+            self._count = compiler.count
         self.data = compiler.data  # how many values are other data
         self.build = _builder(kind, (target, keywords, modes), specs, types)
         """Makes the message of its values."""
@@ -182,6 +186,8 @@ class Plan:
         """The message."""
         if self._steps is None:
             return self.build(tuple(tensors))
+        if self._count is not None:
+            return self.build((found[: self._count], *tensors))
         return self.build(tuple([step(found, tensors, data) for step in self._steps]))
 
 
@@ -196,7 +202,7 @@ class _Compiler:
         self.copied = 0  # bytes of copies
         self.data = 0
         self._copies = copies
-        self._numbers = 0
+        self.count = 0
         self._number_layout = ""
         self._raws: list[int] = []  # bytes of small tensors
         self._tensors: list[tuple[torch.dtype, Any, int, int]] = []
@@ -213,7 +219,7 @@ class _Compiler:
         Raises:
             RuntimeError: a mode makes tensors that have no memory.
         """
-        makers, at = [], self._numbers
+        makers, at = [], self.count
         for dtype, shape, length, offset in self._tensors:
             if offset < 0:
                 makers.append(_small(dtype, shape, length, at))
@@ -241,8 +247,8 @@ class _Compiler:
         if spec == "d":
             self.data += 1
             return _from_data(self.data - 1)
-        at, layout = self._numbers, NUMBERS[spec]
-        self._numbers += 1
+        at, layout = self.count, NUMBERS[spec]
+        self.count += 1
         self._number_layout += layout
         return lambda found, tensors, data: found[at]
 
@@ -251,8 +257,8 @@ class _Compiler:
             _, count = spec
             if type(count) is not int or not 0 <= count <= 1 << 20:
                 raise TypeError("no number of numbers")
-            at, end = self._numbers, self._numbers + count
-            self._numbers = end
+            at, end = self.count, self.count + count
+            self.count = end
             self._number_layout += f"{count}q"
             return lambda found, tensors, data: found[at:end]
         if spec[0] == "{":

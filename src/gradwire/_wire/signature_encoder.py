@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
@@ -70,6 +70,10 @@ _look_at: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 """What tells tensors of one signature from others; all at once, which takes a third."""
 
 
+_Source = tuple[Any, int]
+"""What reads the bytes at a small tensor's address, and how often they are repeated."""
+
+
 class _Keys(tuple[str, ...]):
     """Those of a dict, in the key of a signature."""
 
@@ -103,14 +107,13 @@ class Known:
 class _Contents:
     """What is in the values of a message."""
 
-    __slots__ = ("data", "key", "numbers", "places", "storages", "tensors")
+    __slots__ = ("data", "key", "numbers", "places", "tensors")
 
     def __init__(self, subject: Subject) -> None:
         self.key: list[Any] = [subject]
         """What it has in common with others of its signature."""
         self.tensors: list[Tensor] = []
-        self.places: list[int] = []  # the address of each
-        self.storages: set[int] = set()
+        self.places: dict[int, int] = {}  # the address of each, by storage
         self.numbers: list[int | float] = []
         self.data: list[Any] = []
 
@@ -120,22 +123,24 @@ class _Contents:
         Raises:
             RuntimeError: a tensor has no memory of its own, in order, or no shape.
         """
-        key = self.key
+        key, tensors, places = self.key, self.tensors, self.places
         for value in values:
             kind = type(value)
             if kind is Tensor:
                 there = storage = value.data_ptr()
                 if not there or value.storage_offset() or not value.is_contiguous():
                     storage = _storage(value, there) or -id(value)
-                self.storages.add(storage)
-                self.places.append(there)
-                self.tensors.append(value)
+                places[storage] = there
+                tensors.append(value)
                 key.append(_look_at(value))
             elif value is None:
                 key.append(None)
             elif kind is float or (kind is int and value in _INTS):
                 key.append("f" if kind is float else "i")
                 self.numbers.append(value)
+            elif kind is tuple and value and type(value[0]) is Tensor:
+                if depth == MAX_DEPTH or not self._look_into(value, depth + 1):
+                    return False
             elif kind is tuple and _is_shape(value):
                 key.append(f"i{len(value)}")
                 self.numbers += value
@@ -172,22 +177,27 @@ class _Contents:
         False: others share their memory, or lists that hold them may be there twice.
         """
         found: dict[int, int] = {}
-        tensors, places = iter(self.tensors), iter(self.places)
-        self.tensors, self.places = [], []
+        tensors = iter(self.tensors)
+        self.tensors = []
         for index, entry in enumerate(self.key[1:], 1):
             if type(entry) is _Keys or (type(entry) is str and entry[0] == "["):
                 return False
             if type(entry) is not tuple:
                 continue
-            tensor, place = next(tensors), next(places)
+            tensor = next(tensors)
             number = found.get(id(tensor))
             if number is not None and tensor.nbytes >= least:
                 self.key[index] = number
                 continue
             found[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-            self.places.append(place)
-        return bool(least) or len(self.tensors) == len(self.storages)
+        return bool(least) or len(self.tensors) == len(self.places)
+
+    def addresses(self) -> Iterable[int]:
+        """Those of the tensors."""
+        if len(self.places) == len(self.tensors):
+            return self.places.values()
+        return [tensor.data_ptr() for tensor in self.tensors]
 
 
 class Encoder:
@@ -198,6 +208,7 @@ class Encoder:
         self._dump = dump
         self._limits = limits
         self._known: dict[tuple[Any, ...], Known] = {}
+        self._plain: dict[tuple[Any, ...], tuple[Known, list[_Source]]] = {}
 
     def encode(
         self, kind: int, subject: Subject, values: Sequence[Any]
@@ -221,13 +232,38 @@ class Encoder:
                 return None
         except RuntimeError:
             return None
-        shared = len(contents.storages) < len(contents.tensors)
+        shared = len(contents.places) < len(contents.tensors)
         if shared and not contents.find_repeated():
             return None  # shared storages stay shared the general way
         return self._put(kind, contents)
 
     def encode_tensors(self, kind: int, message: TensorMessage) -> Parcel | None:
         """A `TensorMessage`, also as a result; or None, as `encode`."""
+        numbers, tensors = message.numbers, message.tensors
+        key: list[Any] = [len(numbers)]
+        try:
+            for t in tensors:
+                if t is None:
+                    key.append(None)
+                else:
+                    key += type(t), _look_at(t), t.stride(), t.storage_offset() > 0
+            known, sources = self._plain[tuple(key)]
+            parts = [known.prefix, known.write(*numbers)]
+            for (read, repeats), tensor in zip(sources, tensors, strict=True):
+                if tensor is None:
+                    continue
+                there = tensor.data_ptr()
+                if not there:
+                    return None  # freed: the general way says so
+                parts.append(read(there).raw * repeats)
+        except (KeyError, RuntimeError, struct.error):
+            return self._encode_any_tensors(kind, message, key)
+        return Parcel(kind, self._encoding, b"".join(parts))
+
+    def _encode_any_tensors(
+        self, kind: int, message: TensorMessage, alike: list[Any]
+    ) -> Parcel | None:
+        """As `encode_tensors`, for any; those that look like small ones are remembered."""
         contents = _Contents(_OF_TENSORS)
         contents.key.append(f"i{len(message.numbers)}")
         contents.numbers += message.numbers
@@ -236,12 +272,18 @@ class Encoder:
                 return None
         except RuntimeError:
             return None
-        is_shared = len(contents.storages) < len(contents.tensors)
+        known_key = tuple(contents.key)
+        is_shared = len(contents.places) < len(contents.tensors)
         if is_shared and any(t.nbytes > INLINE for t in contents.tensors):
             if sum(t.nbytes for t in contents.tensors) > 2 * self._limits.bulk:
                 return None  # too much for the receiver, who copies what is repeated
             contents.find_repeated(INLINE + 1)  # large ones travel once
         encoded = self._put(kind, contents)
+        known = self._known.get(known_key)
+        if known is not None and all(map(_is_plain_source, message.tensors)):
+            if len(self._plain) > _MAX_REMEMBERED:
+                self._plain.clear()
+            self._plain[tuple(alike)] = known, list(map(_source, message.tensors))
         return encoded and encoded[0]
 
     def _put(
@@ -258,7 +300,7 @@ class Encoder:
             except struct.error:
                 return None  # some of a tuple are too long
         if known.reads is not None:
-            for read, there in zip(known.reads, contents.places, strict=True):
+            for read, there in zip(known.reads, contents.addresses(), strict=True):
                 parts.append(read(there).raw)
             large: list[Piece] = []
         elif any(t.is_complex() and t.is_conj() for t in contents.tensors):
@@ -315,6 +357,26 @@ def _in_order(tensor: Tensor | None) -> Tensor | None:
     if tensor.is_complex() or tensor.storage_offset():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if in_order else tensor.contiguous()
+
+
+def _is_plain_source(tensor: Tensor | None) -> bool:
+    """Whether all that look like this one are small, and one or all its elements as they are."""
+    return tensor is None or (
+        type(tensor) is Tensor
+        and is_plain(tensor)
+        and 0 < tensor.nbytes <= INLINE
+        and not tensor.is_complex()  # and so not conjugate
+        and not tensor.storage_offset()  # and so not negative
+        and (tensor.is_contiguous() or not any(tensor.stride()))
+    )
+
+
+def _source(tensor: Tensor | None) -> _Source:
+    if tensor is None:
+        return None, 0
+    if tensor.is_contiguous():
+        return raw_bytes.arrays[tensor.nbytes].from_address, 1
+    return raw_bytes.arrays[tensor.itemsize].from_address, tensor.numel()
 
 
 def _is_shape(value: tuple[Any, ...]) -> bool:
