@@ -20,6 +20,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -265,6 +266,7 @@ class Recycler:
 
     def __init__(self) -> None:
         self._free: dict[int, list[mmap.mmap]] = {}
+        self._returned: deque[mmap.mmap] = deque()  # not yet among the free
         self._bytes = 0
         self._lock = threading.Lock()
 
@@ -280,18 +282,24 @@ class Recycler:
 
     def trim(self) -> None:
         with self._lock:
+            self._returned.clear()
             self._free.clear()
             self._bytes = 0
 
     def put_back(self, memory: mmap.mmap) -> None:
-        size = len(memory)
-        with self._lock:
-            if self._bytes + size <= self._MOST:
-                self._bytes += size
-                self._free.setdefault(size, []).append(memory)
+        """Called when tensors die, which may be at any point of the code: takes no lock."""
+        self._returned.append(memory)
+
+    def _take_in(self) -> None:
+        while self._returned:
+            memory = self._returned.popleft()
+            if self._bytes + len(memory) <= self._MOST:
+                self._bytes += len(memory)
+                self._free.setdefault(len(memory), []).append(memory)
 
     def _pop(self, size: int) -> mmap.mmap | None:
         with self._lock:
+            self._take_in()
             kept = self._free.get(size)
             if not kept:
                 return None
