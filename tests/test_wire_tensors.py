@@ -25,7 +25,7 @@ from carrying import (
     same_memory,
 )
 from gradwire._wire.codec import Manner
-from gradwire._wire.dense_tensors import DTYPE_CODES, INLINE, unpack
+from gradwire._wire.dense_tensors import DTYPE_CODES, INLINE, pack, unpack
 from gradwire.errors import ProtocolError
 
 pytestmark = pytest.mark.filterwarnings(
@@ -378,3 +378,18 @@ HUGE = 1 << 62
 def test_a_table_that_lies_is_a_protocol_error(lies: memoryview) -> None:
     with pytest.raises(ProtocolError):
         unpack(lies, None)
+
+
+def test_small_views_keep_their_gaps_where_asked() -> None:
+    view = torch.arange(25.0).view(5, 5).narrow(1, 2, 2)
+    for keep_gaps, stride in ((False, (2, 1)), (True, (5, 1))):
+        packed = pack([view], keep_gaps=keep_gaps)
+        (came,), _ = unpack(memoryview(b"".join(packed.head)), None)
+        assert torch.equal(came, view)
+        assert came.stride() == stride
+
+
+def test_large_views_do_not_drag_their_gaps_along() -> None:
+    view = torch.zeros(1000, 100).narrow(1, 2, 2)
+    packed = pack([view], keep_gaps=True)
+    assert sum(map(len, packed.head)) + packed.bulk_length < 2 * view.nbytes

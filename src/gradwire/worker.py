@@ -57,6 +57,8 @@ class Kinds:
     """Runs what other workers ask for."""
     timeout: type[CallTimeout] = CallTimeout
     """What is raised when a call takes too long."""
+    keep_gaps: bool = False
+    """Whether small views arrive with their strides (`_wire/dense_tensors.py`)."""
 
 
 class Worker:
@@ -97,6 +99,7 @@ class Worker:
             Limits(options.max_body, options.max_bulk),
             plain_only=options.allow is not None,
             custom=options.serializer,
+            keep_gaps=kinds.keep_gaps,
         )
         self._codec = InterceptedCodec(codec)
         runner = kinds.runner(self._allow, self._executor.host)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 REASONS = {
-    "strides": "wants memory between a view's elements sent along; ours arrives contiguous",
     "hang": "asserts that backward hangs; ours returns the exact gradients",
 }
 
 _TESTS = {
-    "strides": {"TensorPipeRpcTest": "non_cont_tensors"},
     "hang": {"TensorPipeDistAutogradTest": "backward_unused_send_function"},
 }
 

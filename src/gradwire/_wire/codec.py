@@ -100,10 +100,12 @@ class Codec:
         *,
         plain_only: bool = False,
         custom: Serializer | None = None,
+        keep_gaps: bool = False,
     ) -> None:
         self._limits = limits
         self._plain_only = plain_only
         self._custom = custom
+        self._keep_gaps = keep_gaps
         self._names = Names()
         self._reducers: dict[type, Reducer] = {}
         self._replaced: frozenset[type] = frozenset()
@@ -308,7 +310,7 @@ class Codec:
                 raise TypeError(
                     "a serializer can put only dense CPU tensors beside its bytes"
                 )
-            packed = dense_tensors.pack(found)
+            packed = dense_tensors.pack(found, keep_gaps=self._keep_gaps)
             parcel = Parcel(kind, encoding, b"".join((*packed.head, data)))
             parcel.with_bulk(packed.bulk, packed.bulk_length).check(self._limits)
         except BaseException:

@@ -7,6 +7,8 @@ Only strided CPU tensors come here; `tensor_kinds.py` takes the others apart int
 * Tensors of one message that share a storage share one on arrival, if they overlap or if together
   they fill at least half of the span between them. (Rows picked from a large table do not drag the
   table along.) One with gaps, such as every other row, shares if all it spans is sent anyway.
+* With `keep_gaps`, as torch's RPC: a tensor with gaps keeps its strides if it spans little memory,
+  and the bytes between its elements go along.
 * Blocks up to `INLINE` bytes are copied into the body; larger ones go to the bulk area, in place.
 
     table    count u32, blocks u32, then per block its length u64, then per tensor:
@@ -46,6 +48,9 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not 
 _COUNTS = struct.Struct("<II")
 _ENTRY = struct.Struct("<IBBHQ")
 _GRAD, _STRIDES = 1, 2
+_LITTLE = (
+    8192  # bytes, that torch's RPC sends with gaps; or twice what the elements need
+)
 _MAX_DIMS = 64
 _MAX_BYTES = 1 << 63  # expanded tensors may claim much, but what torch can count
 
@@ -69,12 +74,12 @@ def is_plain(tensor: torch.Tensor) -> bool:
     )
 
 
-def pack(tensors: Sequence[torch.Tensor]) -> Packed:
+def pack(tensors: Sequence[torch.Tensor], *, keep_gaps: bool = False) -> Packed:
     """The table of these tensors, with their bytes."""
     entries: list[bytes] = []
     lengths: list[int] = []
     blocks: list[torch.Tensor] = []
-    sources = [_Source(t) for t in tensors]
+    sources = [_Source(t, keep_gaps) for t in tensors]
     for index, (group, span) in enumerate(_groups(sources)):
         block, length = _block(group, span)
         blocks.append(block)
@@ -97,9 +102,19 @@ def pack(tensors: Sequence[torch.Tensor]) -> Packed:
 class _Source:
     """A tensor on its way out: where its bytes lie, and how it will be described."""
 
-    __slots__ = ("block", "high", "low", "offset", "requires_grad", "strided", "tensor")
+    __slots__ = (
+        "_keep_gaps",
+        "block",
+        "high",
+        "low",
+        "offset",
+        "requires_grad",
+        "strided",
+        "tensor",
+    )
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, keep_gaps: bool) -> None:
+        self._keep_gaps = keep_gaps
         self.requires_grad = tensor.requires_grad
         self._hold(tensor.detach().resolve_conj().resolve_neg())
         self.offset = 0
@@ -113,7 +128,11 @@ class _Source:
 
     @property
     def has_gaps(self) -> bool:
-        return self.strided and self.high - self.low > self.tensor.nbytes
+        """Whether it has gaps that are not sent."""
+        span, needed = self.high - self.low, self.tensor.nbytes
+        if not self.strided or span <= needed:
+            return False
+        return not (self._keep_gaps and span <= max(_LITTLE, 2 * needed))
 
     def close_gaps(self) -> None:
         self._hold(self.tensor.contiguous())

@@ -26,7 +26,7 @@ from .references import RRef
 from .runner import TorchRunner
 from .workers import WorkerInfo, known
 
-KINDS = Kinds(reference=RRef, runner=TorchRunner, timeout=RpcTimeout)
+KINDS = Kinds(reference=RRef, runner=TorchRunner, timeout=RpcTimeout, keep_gaps=True)
 
 Around = Callable[[Transport, Executor], Transport]
 
