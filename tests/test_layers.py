@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-MAX_FILE_LINES = 500  # a class is not cut over files to stay below it
+MAX_FILE_LINES = 520  # a class is not cut over files to stay below it
 MAX_FUNCTION_LINES = 40  # of code: no blank lines, comments or docstring
 
 RANKS = {

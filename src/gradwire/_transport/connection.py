@@ -219,7 +219,15 @@ class Connection:
             OSError: the connection is over.
         """
         self._posted += 1
-        self.send(call, parcel, more=self._posted - self._answered > _MANY)
+        is_burst = self._posted - self._answered > _MANY
+        if is_burst and not self._timer_runs:
+            with (
+                self._lock
+            ):  # to read responses one by one as they come would slow it down
+                if not self._ended:
+                    self._endpoint.poller.pause(self)
+            self._start_timer()
+        self.send(call, parcel, more=is_burst)
 
     def exchange_shared(
         self,
