@@ -155,7 +155,7 @@ class Caller:
         return self._held.take(future.to, future.call)
 
     def ask_held(self, held: Held, kind: int, timeout: float | None) -> Any:
-        """Send a request that was held back by a lane, as one of another kind; its answer.
+        """Send a request that was held back, as one of another kind; its answer.
 
         The future of the request itself is done when the answer is there.
         """

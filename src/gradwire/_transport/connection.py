@@ -82,9 +82,7 @@ class Connection:
         self._lock = threading.Lock()
         self._users = 0
         self._ended = False
-        self._is_owed = (
-            False  # a request of a lease was sent whose response has not come
-        )
+        self._is_owed = False  # a lease's request was sent, its response has not come
         self.queue = SendQueue(framed.writer, endpoint.executor.waiting)
         self._timer_runs = False
         self._role: ReaderRole[Frame, Bell] = ReaderRole(framed.reader.frames)
@@ -221,9 +219,8 @@ class Connection:
         self._posted += 1
         is_burst = self._posted - self._answered > _MANY
         if is_burst and not self._timer_runs:
-            with (
-                self._lock
-            ):  # to read responses one by one as they come would slow it down
+            # To read responses one by one as they come would slow it down.
+            with self._lock:
                 if not self._ended:
                     self._endpoint.poller.pause(self)
             self._start_timer()

@@ -73,7 +73,7 @@ class Parcel:
     can_wait = False
     """An answer that may be held back for a moment, to travel with others."""
     meanwhile: Callable[[], object] | None = None
-    """What the sender has to do between sending a request by a lane and waiting."""
+    """What the sender has to do between sending a request and waiting for its response."""
     afterwards: tuple[Callable[[], object], ...] = ()
     """What may be done here when it has been sent, and the other side has to do something first."""
 
