@@ -83,7 +83,7 @@ def leased(worker: Worker) -> list[Any]:
 
 def owed(worker: Worker) -> list[Any]:
     """Those on which a response is still to come."""
-    return [connection for connection in leased(worker) if connection._is_owed]
+    return [connection for connection in leased(worker) if connection.is_owed]
 
 
 def at_same_time(function: Callable[[], Any]) -> Callable[[], Any]:
@@ -451,6 +451,16 @@ def test_a_worker_that_dies_ends_all_waits_for_it(depth: int, lost: int) -> None
     GATES["end"].opened.set()
     gone(LIMIT)
     close_world([workers[1 - lost]], graceful=False)
+
+
+def test_a_connection_that_broke_while_idle_is_not_taken_for_a_loss(
+    workers: list[Worker],
+) -> None:
+    for _ in range(3):
+        assert workers[0].rpc_sync("worker1", echo, (1,)) == 1
+        for connection in leased(workers[0]):
+            connection.framed.hang_up()
+    assert workers[0].rpc_sync("worker1", descend, (4,)) == 4
 
 
 def test_garbage_inside_a_call_ends_it(pair: list[Worker]) -> None:

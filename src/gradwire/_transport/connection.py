@@ -82,7 +82,7 @@ class Connection:
         self._lock = threading.Lock()
         self._users = 0
         self._ended = False
-        self._is_owed = False  # a lease's request was sent, its response has not come
+        self.is_owed = False  # a lease's request was sent, its response has not come
         self.queue = SendQueue(framed.writer, endpoint.executor.waiting)
         self._timer_runs = False
         self._role: ReaderRole[Frame, Bell] = ReaderRole(framed.reader.frames)
@@ -162,7 +162,7 @@ class Connection:
             EOFError, OSError, ProtocolError: the connection is of no more use.
         """
         self.framed.writer.write(call, parcel, deadline)
-        self._is_owed = True
+        self.is_owed = True
         parcel.was_sent()
         with self._endpoint.executor.waiting():
             while True:
@@ -170,7 +170,7 @@ class Connection:
                 if frame.kind not in _RESPONSES:
                     raise ProtocolError(f"{frame!r} where a response is due")
                 if frame.call == call:  # else it has come twice
-                    self._is_owed = False
+                    self.is_owed = False
                     return frame
 
     def _next_frame(self, deadline: float | None, is_over: IsOver | None) -> Frame:
@@ -188,7 +188,7 @@ class Connection:
 
     def abandon(self) -> None:
         """Nobody waits for the response any more. Ends when that has come, or at once."""
-        if self._is_owed:
+        if self.is_owed:
             self.watch()
         else:
             self.end(None)
@@ -376,7 +376,7 @@ class Connection:
         if not self.use():
             return
         try:
-            if self._is_owed:
+            if self.is_owed:
                 self._discard_response()
             elif self._is_leased:
                 self._start_serving()

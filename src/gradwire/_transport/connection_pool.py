@@ -104,30 +104,37 @@ class OutgoingConnections:
         Raises:
             WorkerLostError, TimeoutError
         """
-        connection = self._lease(deadline)
-        try:
+        while True:
+            connection = self._lease(deadline)
             if connection is None:
-                return self.shared.exchange_shared(call, parcel, deadline, is_over)
-            frame = connection.exchange(call, parcel, deadline, is_over)
-            connection.idle_since = time.monotonic()
-            self._idle.append(connection)
-            return frame
-        except BaseException as error:
-            is_broken = isinstance(error, BROKEN) and not isinstance(
-                error, TimeoutError
-            )
-            if connection is not None:
-                if is_broken:
-                    connection.end(error)
-                else:
+                try:
+                    return self.shared.exchange_shared(call, parcel, deadline, is_over)
+                except TimeoutError:
+                    raise
+                except BROKEN as error:
+                    raise self._lost(error) from error
+            try:
+                frame = connection.exchange(call, parcel, deadline, is_over)
+                connection.idle_since = time.monotonic()
+                self._idle.append(connection)
+                return frame
+            except BaseException as error:
+                if isinstance(error, TimeoutError) or not isinstance(error, BROKEN):
                     connection.abandon()
-            if not is_broken:
-                raise
-            reason = self._reason or describe_end(error)
-            raise WorkerLostError(self._to.name, reason) from error
-        finally:
-            if connection is not None:
+                    raise
+                connection.end(error)
+                if (
+                    connection.is_owed
+                    or parcel.bulk_length
+                    or not connection.idle_since
+                ):
+                    raise self._lost(error) from error
+                # It broke while it was idle, and nothing was sent: others may be whole.
+            finally:
                 connection.stop_using()
+
+    def _lost(self, error: BaseException) -> WorkerLostError:
+        return WorkerLostError(self._to.name, self._reason or describe_end(error))
 
     def _lease(self, deadline: float | None) -> Connection | None:
         """A connection for one call; None: there can be no more for now."""
