@@ -374,7 +374,7 @@ def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
         original = world[1].ask
 
         def ask(to: int, message: Any, *others: Any) -> Any:
-            lacking = message._replace(tensors=message.tensors[:-1])
+            lacking = type(message)(message.numbers, message.tensors[:-1])
             return original(to, lacking, *others)
 
         world[1].ask = ask  # type: ignore[method-assign]

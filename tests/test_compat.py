@@ -95,7 +95,7 @@ def test_a_program_that_is_not_there_is_said() -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("rpc._enable_jit_rref_pickle()", "rpc._enable_jit_rref_pickle is not there"),
+        ("rpc._set_profiler_node_id(0)", "rpc._set_profiler_node_id is not there"),
         ("import torch.distributed.rpc.rref_proxy", "rref_proxy is not there"),
         ("rpc.rpc_sync('worker1', max)", "RPC has not been initialized"),
         ("rpc.RRef(1)", "Current RPC agent is not set"),

@@ -152,6 +152,8 @@ class OutgoingConnections:
         try:
             return self._open(deadline)
         except NotConnected as error:  # for a passing reason
+            if deadline is not None and time.monotonic() >= deadline:
+                raise
             log.debug("no other connection to %s: %s", self._to.name, error)
             return None
         finally:
