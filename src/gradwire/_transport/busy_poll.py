@@ -4,24 +4,29 @@ To be woken costs more than a small call itself, so whoever waits for a socket m
 again and again. But polling takes a core, and the GIL with each look. So it is done only where it
 is likely to succeed and to harm nobody:
 
-* where the last wait in the same place was shorter than the time that polling may take;
+* where the last wait in the same place was shorter than polling may take;
 * by one thread of a worker at a time;
-* not at all where the workers of this host outnumber its cores: the one waited for needs the core.
+* for less long where the workers of this host outnumber its cores: the one waited for may need the
+  core. What a loop of small calls waits for still comes in time.
 """
 
 from __future__ import annotations
 
 import time
 
+WAKE_UP = 50e-6
+"""Seconds by which a wait is longer, about, if the thread sleeps."""
+_CROWDED = 60e-6  # seconds to poll at most where cores are scarce
+
 
 class BusyPoll:
     """How long a worker polls, and whether one of its threads does."""
 
-    __slots__ = ("_busy", "is_crowded", "seconds")
+    __slots__ = ("_busy", "_seconds", "seconds")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
-        self.is_crowded = False
+        self._seconds = seconds
         self._busy = False
 
     def begin(self, last_wait: float) -> float:
@@ -29,10 +34,14 @@ class BusyPoll:
 
         After anything but 0, `end` must be called.
         """
-        if self._busy or self.is_crowded or last_wait >= self.seconds:
+        if self._busy or last_wait >= self.seconds:
             return 0.0
         self._busy = True  # two threads at once do no harm
         return time.perf_counter() + self.seconds
 
     def end(self) -> None:
         self._busy = False
+
+    def crowd(self, is_crowded: bool) -> None:
+        """Whether the workers of this host outnumber its cores."""
+        self.seconds = min(self._seconds, _CROWDED) if is_crowded else self._seconds

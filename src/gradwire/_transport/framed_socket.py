@@ -9,7 +9,7 @@ from contextlib import nullcontext
 
 from .._wire.frames import Limits
 from .base import Traffic
-from .busy_poll import BusyPoll
+from .busy_poll import WAKE_UP, BusyPoll
 from .frame_reader import FrameReader
 from .frame_writer import FrameWriter, Waiting, poll_until
 from .shared_memory import Recycler, SegmentMap, SegmentPool
@@ -62,7 +62,7 @@ class FramedSocket:
         try:
             poll_until(self._readable, deadline)
         finally:
-            self._last_wait = time.perf_counter() - began
+            self._last_wait = max(0.0, time.perf_counter() - began - WAKE_UP)
 
     def _poll(self, until: float, busy_poll: BusyPoll) -> bool:
         """Look again and again until then; whether something came."""

@@ -118,7 +118,7 @@ class SocketTransport:
         self._executor.call_at(time.monotonic() + self._pace(), self._tick)
 
     def share_host(self, workers: int) -> None:
-        self._busy_poll.is_crowded = workers > len(usable_cores())
+        self._busy_poll.crowd(workers > len(usable_cores()))
 
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
