@@ -257,6 +257,18 @@ def test_too_many_and_wrong_arguments_are_refused_when_scripting(world: World) -
         script(wrong)
 
 
+@pytest.mark.parametrize("args", [(torch.ones(1),), (torch.ones(1), "x"), (1, 2, 3)])
+def test_wrong_arguments_from_python_are_refused_at_the_caller(
+    world: World, args: tuple[object, ...]
+) -> None:
+    for call in (world[0].rpc_sync, world[0].rpc_async, world[0].remote):
+        with pytest.raises(RuntimeError, match="add"):
+            call("worker1", add, args)
+    assert world[0].statistics()["calls_made"] == 0
+    x = torch.ones(1)
+    assert world[0].rpc_sync("worker1", add, (x, x)) == 2
+
+
 def test_errors_point_at_the_call(world: World) -> None:
     def call(x: Tensor) -> Tensor:
         return gw.rpc_sync("worker1", add, (x, "x"))

@@ -92,7 +92,7 @@ def test_confirmation_is_told(world: World) -> None:
         return rref.confirmed_by_owner()
 
     rref = made()
-    rref.to_here()
+    rref._get_future().wait()
     assert script(is_confirmed)(rref)
 
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import torch
 
+from ._rpc import encoding as _encoding
+
 __all__ = ["disable", "enable"]
 
 
@@ -21,7 +23,7 @@ def enable() -> None:
         RuntimeError: this torch has no TorchScript.
     """
     try:
-        from ._script import hooks
+        from ._script import arguments, hooks
         from ._script.own import OWN
     except (ImportError, AttributeError) as error:
         raise RuntimeError(
@@ -29,6 +31,7 @@ def enable() -> None:
             f"({error}): call rpc_sync and the others from Python"
         ) from error
     hooks.install(OWN)
+    _encoding.check_scripted = arguments.check_arguments
 
 
 def disable() -> None:
@@ -37,3 +40,4 @@ def disable() -> None:
     from ._script.own import OWN
 
     hooks.uninstall(OWN)
+    _encoding.check_scripted = None

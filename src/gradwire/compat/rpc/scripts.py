@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -19,28 +18,10 @@ def is_scripted(function: Any) -> bool:
 
 
 def check_arguments(function: Any, args: Any, kwargs: Any) -> None:
-    """See that a scripted function takes these arguments, before they are sent.
+    """As that of `_script/arguments.py`, which is loaded by those who script."""
+    from ..._script.arguments import check_arguments as check
 
-    Raises:
-        RuntimeError: it does not, in TorchScript's own words.
-    """
-    args = args or ()
-    if not kwargs and all(isinstance(value, torch.Tensor) for value in args):
-        takes, needs = _signature(function)
-        if needs <= len(args) <= len(takes) and all(takes[: len(args)]):
-            return
-    from ..._script.calls import packer
-
-    packer(function)(*args, **(kwargs or {}))
-
-
-@lru_cache(maxsize=4096)
-def _signature(function: Any) -> tuple[tuple[bool, ...], int]:
-    """By parameter, whether it is a tensor; and how many have to be given."""
-    parameters = function.schema.arguments
-    takes = tuple(str(parameter.type) == "Tensor" for parameter in parameters)
-    needs = sum(not parameter.has_default_value() for parameter in parameters)
-    return takes, needs
+    check(function, args, kwargs)
 
 
 def shared(value: Any) -> Any:
