@@ -6,11 +6,14 @@ objects of Python. So a script whose calls may come from there begins with `ente
 note of the worker and the context in that place.
 
 Private torch names, and what breaks without them: `_stash_obj_in_tls` and its kin (torch's own
-checkpointing uses them). Scripts would lose context and worker where they wait or fork.
+checkpointing uses them). Scripts would lose context and worker where they wait or fork. Older ones
+(2.6) give up a reference to the object that they have never taken: we take it for them.
 """
 
 from __future__ import annotations
 
+import ctypes
+import sys
 import threading
 import weakref
 from collections.abc import Iterator
@@ -33,6 +36,26 @@ class _Note(NamedTuple):
     context: weakref.ref[Any] | None
 
 
+def _torch_takes_a_reference() -> bool:
+    """Whether torch itself keeps what is stashed."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    torch._C._stash_obj_in_tls(f"{_KEY}.probe", probe)
+    is_taken = sys.getrefcount(probe) > before
+    if not is_taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return is_taken
+
+
+_is_kept = _torch_takes_a_reference()
+
+
+def _stash(left: _Note | None) -> None:
+    if not _is_kept:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(left))
+    torch._C._stash_obj_in_tls(_KEY, left)
+
+
 class _Here(threading.local):
     """This thread, as long as Python knows it."""
 
@@ -50,19 +73,19 @@ def note() -> None:
     try:
         worker = current_worker()
     except ClosedError:
-        torch._C._remove_obj_from_tls(_KEY)
+        _stash(None)
         return
     context = worker.autograd.contexts.current()
     kept = None if context is None else weakref.ref(context)
-    torch._C._stash_obj_in_tls(_KEY, _Note(_here.thread, weakref.ref(worker), kept))
+    _stash(_Note(_here.thread, weakref.ref(worker), kept))
 
 
 def inherited() -> _Note | None:
     """The note of the thread that began this script, if that was another one."""
     if not torch._C._is_key_in_tls(_KEY):
         return None
-    found: _Note = torch._C._get_obj_in_tls(_KEY)
-    return None if found.thread is _here.thread else found
+    found: _Note | None = torch._C._get_obj_in_tls(_KEY)
+    return None if found is None or found.thread is _here.thread else found
 
 
 @contextmanager
