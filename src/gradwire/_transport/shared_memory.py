@@ -86,12 +86,6 @@ class Segment:
         """The first bytes after the flag, as a buffer. Whoever has it must keep the segment."""
         return (ctypes.c_char * length).from_address(self._memory.data_ptr() + START)
 
-    def view(self) -> memoryview:
-        """All bytes after the flag. They keep the segment."""
-        area = self.area(self.size)
-        area.holder = self
-        return memoryview(area).cast("B")
-
     def empty(self) -> None:
         """Give its pages back to the system, until it is used again."""
         start = ctypes.c_void_p(self._memory.data_ptr())

@@ -29,7 +29,6 @@ import torch
 from ..errors import ProtocolError
 
 VERSION = 1
-_SMALL = 16 << 10  # bytes
 HEADER = struct.Struct("<BBHIQQQQQQ")
 ALIGNMENT = 64
 
@@ -86,11 +85,6 @@ class Parcel:
         return (
             f"<Parcel of kind {self.kind}: {len(self.body)} + {self.bulk_length} bytes>"
         )
-
-    @property
-    def is_small(self) -> bool:
-        """Whether it fits into what is between two ends that do not read."""
-        return not self.bulk_length and len(self.body) <= _SMALL
 
     def with_bulk(self, bulk: Sequence[Piece], length: int) -> Parcel:
         """Itself, with large tensors beside it."""
