@@ -20,6 +20,7 @@ _HERE = "gradwire.compat"
 _DISTRIBUTED = "torch.distributed"
 _RPC = f"{_DISTRIBUTED}.rpc"
 _PARTS = "api backend_registry constants functions internal options _testing".split()
+_CORE = "torch._C"
 
 MODULES = {
     f"{_DISTRIBUTED}.autograd": f"{_HERE}.autograd",
@@ -27,6 +28,8 @@ MODULES = {
     **{f"{_RPC}.{part}": f"{_HERE}.rpc.{part}" for part in _PARTS},
     f"{_DISTRIBUTED}.optim.optimizer": f"{_HERE}.optimizer",
     f"{_DISTRIBUTED}.nn.api.remote_module": f"{_HERE}.remote_module",
+    f"{_CORE}._distributed_rpc": f"{_HERE}.rpc.core",
+    f"{_CORE}._distributed_autograd": f"{_HERE}.autograd",
 }
 """By the name that programs use, what they get."""
 
