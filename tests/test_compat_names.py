@@ -1,10 +1,11 @@
-"""Every name of the modules of torch that Gradwire takes the place of is Gradwire's, or is refused."""
+"""Every name of torch's own modules for RPC and autograd is Gradwire's, or is refused by name."""
 
 import json
 import textwrap
 from pathlib import Path
 
 import pytest
+
 from test_compat import WORLD, python, run
 
 pytestmark = pytest.mark.slow
@@ -66,7 +67,7 @@ def test_every_name_of_torchs_own_modules_is_ours_or_an_error_that_names_it() ->
 def test_libraries_that_look_into_torchs_own_modules_find_gradwire(
     tmp_path: Path,
 ) -> None:
-    """A replay buffer that is called as a reference, as in torchrl; PyG's question; colossalai's."""
+    """As torchrl does in its remote replay buffer, PyG in `rpc_is_initialized`, and colossalai."""
     code = (
         WORLD
         + f"""
