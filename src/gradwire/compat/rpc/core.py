@@ -10,29 +10,31 @@ from __future__ import annotations
 from typing import Any, NoReturn
 
 from . import (
-    PyRRef,
-    RpcAgent,
-    RpcBackendOptions,
-    TensorPipeAgent,
-    WorkerInfo,
-    _delete_all_user_and_unforked_owner_rrefs,
-    _destroy_rref_context,
     _disable_jit_rref_pickle,
     _enable_jit_rref_pickle,
+    _rref_context_get_debug_info,
+    constants,
+    enable_gil_profiling,
+)
+from .agents import RpcAgent, TensorPipeAgent
+from .api import (
+    RRef,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _destroy_rref_context,
     _get_current_rpc_agent,
     _is_current_rpc_agent_set,
     _reset_current_rpc_agent,
-    _rref_context_get_debug_info,
     _set_and_start_rpc_agent,
     _set_rpc_timeout,
-    constants,
-    enable_gil_profiling,
     get_rpc_timeout,
 )
-from .options import TensorPipeRpcBackendOptions as _TensorPipeRpcBackendOptionsBase
+from .options import RpcBackendOptions, TensorPipeRpcBackendOptions
+from .workers import WorkerInfo
 
 NAME = "torch._C._distributed_rpc"
 
+PyRRef = RRef
+_TensorPipeRpcBackendOptionsBase = TensorPipeRpcBackendOptions
 _UNSET_RPC_TIMEOUT = constants.UNSET_RPC_TIMEOUT
 _DEFAULT_RPC_TIMEOUT_SEC = constants.DEFAULT_RPC_TIMEOUT_SEC
 _DEFAULT_INIT_METHOD = constants.DEFAULT_INIT_METHOD
