@@ -21,6 +21,7 @@ def script(value: Any) -> Any:
     """`torch.jit.script`, without its word on being deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # which it is from torch 2.15
         return torch.jit.script(value)
 
 

@@ -95,6 +95,7 @@ def test_a_graph_that_must_be_whole_is_refused(counters: Any) -> None:
         assert len(world) == 2
 
 
+@pytest.mark.timeout(180)  # of which the C++ compiler may take most
 def test_the_default_backend() -> None:
     code = f"""
     import shutil, sys, warnings
@@ -114,7 +115,7 @@ def test_the_default_backend() -> None:
         [sys.executable, "-c", textwrap.dedent(code)],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=170,
         check=False,
     )
     if done.stdout == "no compiler\n":

@@ -20,6 +20,7 @@ def hooks() -> list[object]:
         torch.jit.frontend.parse_def,
         torch.jit.annotations.try_ann_to_type,
         torch._C._jit_try_infer_type,
+        torch.jit._recursive.get_annotations,
         torch.jit.load,
     ]
 

@@ -43,6 +43,7 @@ def script(value: Any) -> Any:
     """What `torch.jit.script` makes, without its warning: the program did not ask for it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.simplefilter("ignore", FutureWarning)  # which it is from torch 2.15
         return torch.jit.script(value)
 
 

@@ -4,8 +4,10 @@ Private torch names, and what breaks without them: `torch.jit.frontend.parse_def
 function, method and class passes on its way to the compiler (calls would not be rewritten);
 `torch.jit.annotations.try_ann_to_type` (public; `RRef[T]` would be torch's own type);
 `torch._C._jit_try_infer_type` (references in attributes would need annotations);
-`torch.jit._builtins`, the table of functions that are operators (`backward`, `get_gradients`);
-`torch._C.PyTorchFileReader` (a new process could not load modules that make calls).
+`torch.jit._recursive.get_annotations`, which from torch 2.15 on sees those of classes only (handles
+of remote modules, which have their own, could not be scripted); `torch.jit._builtins`, the table of
+functions that are operators (`backward`, `get_gradients`); `torch._C.PyTorchFileReader` (a new
+process could not load modules that make calls).
 """
 
 from __future__ import annotations
@@ -17,19 +19,21 @@ import typing
 from typing import Any
 
 import torch
-from torch.jit import _builtins
+from torch.jit import _builtins, _recursive
 
 from . import calls, frontends, pickling, references, rewriting, types
 from .frontends import Frontend
 
 _frontend: Any = torch.jit.frontend
 _annotations: Any = torch.jit.annotations
+_modules: Any = _recursive
 _table: Any = _builtins
 _core: Any = torch._C
 
 _parse_def = _frontend.parse_def
 _try_ann_to_type = _annotations.try_ann_to_type
 _infer_type = _core._jit_try_infer_type
+_get_annotations = _modules.get_annotations
 _jit: Any = torch.jit
 _load = _jit.load
 
@@ -48,6 +52,7 @@ def install(face: Frontend) -> None:
         _annotations.try_ann_to_type = try_ann_to_type
         _core._jit_try_infer_type = infer_type
         _jit.load = load
+        _modules.get_annotations = get_annotations
 
 
 def uninstall(face: Frontend) -> None:
@@ -63,6 +68,7 @@ def uninstall(face: Frontend) -> None:
         _annotations.try_ann_to_type = _try_ann_to_type
         _core._jit_try_infer_type = _infer_type
         _jit.load = _load
+        _modules.get_annotations = _get_annotations
 
 
 def parse_def(function: Any) -> Any:
@@ -90,6 +96,13 @@ def infer_type(value: Any) -> Any:
     """What torch's own returns; for references and lists and dicts of them, our types."""
     found = references.inferred(value)
     return _infer_type(value) if found is None else torch._C.InferredType(found)
+
+
+def get_annotations(found: Any) -> Any:
+    """What torch's own returns; for a module that has annotations of its own, those."""
+    if isinstance(found, torch.nn.Module) and "__annotations__" in vars(found):
+        return found.__annotations__
+    return _get_annotations(found)
 
 
 def load(f: Any, *given: Any, **more: Any) -> Any:
