@@ -47,6 +47,9 @@ def _parser() -> argparse.ArgumentParser:
         help="which of the machines this is, from 0 (default: %(default)s)")  # fmt: skip
     add("--rdzv", metavar="HOST:PORT",
         help="where machine 0 can be reached (default: any free port of this machine)")  # fmt: skip
+    add("--attach", metavar="WORKER",
+        help="give this worker the terminal, as breakpoint() needs it: its output is shown "
+        "without its name (default: no worker)")  # fmt: skip
     add("program", help="a script, or a module with --module")
     add("arguments", nargs=argparse.REMAINDER, help="what the program is given")
     return parser
@@ -59,14 +62,19 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Plan:
         parser.error(f"--nnodes {given.nnodes} needs --rdzv HOST:PORT, of machine 0")
     if not given.module and not os.path.exists(given.program):
         parser.error(f"there is no file {given.program!r}; for a module add --module")
-    return Plan(
+    plan = Plan(
         program=(given.program, *given.arguments),
         is_module=given.module,
         size=given.workers,
         nodes=given.nnodes,
         node=given.node_rank,
         settings=dict(given.env),
+        attached=given.attach,
     )
+    if given.attach not in (None, *plan.names()):
+        here = ", ".join(plan.names())
+        parser.error(f"--attach {given.attach}: the workers of this machine are {here}")
+    return plan
 
 
 def _address(parser: argparse.ArgumentParser, text: str | None) -> tuple[str, int]:

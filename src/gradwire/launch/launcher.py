@@ -7,7 +7,7 @@ import secrets
 import signal
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -21,6 +21,7 @@ from .plan import Plan, Recruit, recruits
 from .processes import Crew, Ended, Said
 from .run_state import TIMED_OUT, Course
 from .stderr_tail import LastWords, place_of
+from .terminal import terminal_kept
 
 _JOIN = 300.0  # seconds for the first node to come up
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,7 +45,8 @@ def launch(plan: Plan, address: tuple[str, int], timeout: float | None) -> int:
         inherited["GRADWIRE_KEY"] = secrets.token_hex(32)
     cores = len(usable_cores())
     team = list(recruits(plan, (address[0], store.port), inherited, cores))
-    with _signals_in(events):
+    terminal = terminal_kept() if plan.attached else nullcontext()
+    with _signals_in(events), terminal:
         nodes = Nodes(store, plan.node, plan.nodes, events.put)
         try:
             return _Launch(team, events, nodes).run(timeout)

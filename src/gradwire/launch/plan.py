@@ -11,6 +11,8 @@ import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+_HERE = __name__.rpartition(".")[0]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
@@ -26,6 +28,13 @@ class Plan:
     """Which of the nodes this is."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """The user's own variables, for all workers."""
+    attached: str | None = None
+    """The worker that has the launcher's standard input and output."""
+
+    def names(self) -> list[str]:
+        """The workers of this node."""
+        first = self.node * self.size
+        return [f"worker{rank}" for rank in range(first, first + self.size)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,7 @@ class Recruit:
     name: str
     command: list[str]
     environment: dict[str, str]
+    is_attached: bool = False
 
 
 def recruits(
@@ -45,20 +55,27 @@ def recruits(
     # Output that waits in a buffer is lost when a worker is killed; a crash in C shows
     # where in Python it was.
     defaults = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1"}
+    alone = {"PYTHONBREAKPOINT": f"{_HERE}.breakpoints.pass_over"}
     given = {**inherited, **plan.settings}
     if not {"GRADWIRE_TORCH_THREADS", "MKL_NUM_THREADS"} & {*given}:
         # Each worker's torch would take all cores, also before it joins the world.
         defaults["OMP_NUM_THREADS"] = str(max(1, cores // plan.size))
-    for local in range(plan.size):
-        place = _place(plan, local, address)
-        environment = {**defaults, **inherited, **place, **plan.settings}
-        yield Recruit(place["GRADWIRE_NAME"], command, environment)
+    for local, name in enumerate(plan.names()):
+        is_attached = name == plan.attached
+        environment = {
+            **defaults,
+            **({} if is_attached else alone),
+            **inherited,
+            **_place(plan, local, address),
+            **plan.settings,
+        }
+        yield Recruit(name, command, environment, is_attached)
 
 
 def _place(plan: Plan, local: int, address: tuple[str, int]) -> dict[str, str]:
     rank = plan.node * plan.size + local
     return {
-        "GRADWIRE_NAME": f"worker{rank}",
+        "GRADWIRE_NAME": plan.names()[local],
         "RANK": str(rank),
         "WORLD_SIZE": str(plan.nodes * plan.size),
         "LOCAL_RANK": str(local),

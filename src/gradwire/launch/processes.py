@@ -2,6 +2,9 @@
 
 Each worker is the leader of a session of its own, so that a signal reaches its children as well,
 and what it leaves behind can be ended after it. All that happens is put into one queue.
+
+One of them may be attached: it has the launcher's own standard input and output, as a debugger
+needs them. A terminal asks no more of a process that is not of its session.
 """
 
 from __future__ import annotations
@@ -57,8 +60,9 @@ class Crew:
             raise
         for worker, process in enumerate(self._processes):
             readers = [
-                self._thread(self._read, worker, process.stdout, False),
-                self._thread(self._read, worker, process.stderr, True),
+                self._thread(self._read, worker, pipe, pipe is process.stderr)
+                for pipe in (process.stdout, process.stderr)
+                if pipe is not None
             ]
             self._threads.append(self._thread(self._wait, worker, process, readers))
 
@@ -108,8 +112,8 @@ def _start(recruit: Recruit) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
         [*leash, *recruit.command],
         env=recruit.environment,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
+        stdin=None if recruit.is_attached else subprocess.DEVNULL,
+        stdout=None if recruit.is_attached else subprocess.PIPE,
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
