@@ -22,7 +22,8 @@ from gradwire._transport.rendezvous import find_place
 from gradwire.worker import Worker
 from sockets_world import LIMIT, close_world, join_world, wait_until
 
-PATHS = [Path(gradwire.__file__).parents[1], Path(__file__).parent]
+HERE = Path(__file__).parent
+PATHS = [HERE / "startup", Path(gradwire.__file__).parents[1], HERE]
 
 SERVER = """
 import json, sys
@@ -72,7 +73,15 @@ class Process:
 
     @property
     def errors(self) -> str:
-        return "".join(self._lines["errors"])
+        """All but that it waits for others, who may be late on a busy machine."""
+        lines = self._lines["errors"]
+        return "".join(line for line in lines if "waiting for " not in line)
+
+    @property
+    def ending(self) -> str:
+        """How it ended, if it has."""
+        code = self._popen.poll()
+        return "runs" if code is None else f"ended with {code}"
 
     def wait_for(self, text: str) -> None:
         """Wait until it has printed that."""
@@ -187,6 +196,7 @@ class Processes:
     def close(self) -> None:
         """End all of them. pytest shows what is written here if the test failed."""
         for number, process in enumerate(self._started):
+            sys.stdout.write(f"--- process {number} {process.ending}\n")
             process.close()
             sys.stdout.write(f"--- process {number}, output:\n{process.output}")
             sys.stdout.write(f"--- process {number}, errors:\n{process.errors}")

@@ -4,6 +4,7 @@ They meet in a store in memory, all at the same time, because joining blocks unt
 are there. What they run for others runs as them: `gw.rpc_sync` in it is their own.
 """
 
+import secrets
 import selectors
 import socket
 import threading
@@ -65,9 +66,18 @@ def wait_until(condition: Callable[[], object], limit: float = LIMIT) -> None:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nothing uses.
+
+    None that the system gives to connections: tests beside this one get such in the meantime.
+    """
+    while True:
+        port = secrets.choice(range(10_000, 32_000))
+        with socket.socket() as probe:
+            try:
+                probe.bind(("", port))
+            except OSError:
+                continue
+        return port
 
 
 def join_world(

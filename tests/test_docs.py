@@ -11,7 +11,6 @@ import ast
 import inspect
 import os
 import re
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +21,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.testing import World
+from processes import PATHS
+from sockets_world import free_port
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -75,17 +76,14 @@ def test_every_guide_has_a_program() -> None:
 @pytest.mark.slow
 @named(PROGRAMS)
 def test_a_program_prints_what_the_page_says(block: Block, tmp_path: Path) -> None:
-    code = block.code
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        code = code.replace("29511", str(probe.getsockname()[1]))
+    code = block.code.replace("29511", str(free_port()))
     *launch, script = block.command.split()
     (tmp_path / script).write_text(code)
     module = ["-m", *launch] if launch else []
     done = subprocess.run(
         [sys.executable, *module, script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT / "src")},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
         capture_output=True,
         text=True,
         timeout=50,
