@@ -1,7 +1,9 @@
 """How workers of one host divide its cores among their torch threads."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,18 +20,22 @@ from gradwire.cores import (
     usable_cores,
 )
 from gradwire.testing import World
-from processes import Process, Processes
+from processes import Processes
 
 CORES = st.frozensets(st.integers(0, 70), min_size=1)
 
 
 @pytest.fixture
 def processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Processes]:
-    for name in (*VARIABLES, "GRADWIRE_TORCH_THREADS"):
-        monkeypatch.delenv(name, raising=False)
+    without_variables(monkeypatch)
     opened = Processes(tmp_path)
     yield opened
     opened.close()
+
+
+def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, "GRADWIRE_TORCH_THREADS"):
+        monkeypatch.delenv(name, raising=False)
 
 
 # What a share is
@@ -88,12 +94,11 @@ def test_a_number_the_user_sets_meanwhile_is_left() -> None:
 
 # Several processes
 
+# Two workers, in one world after the other: what is set before, and what was found then.
 PAIR = """
-import logging, sys
+import json, logging, os, sys
 import torch
 import gradwire as gw
-
-logging.basicConfig(format="%(levelname)s %(name)s %(message)s", level="INFO")
 
 def work():
     torch.ones(300, 300) @ torch.ones(300, 300)
@@ -102,87 +107,110 @@ def work():
 def ask(to):
     return gw.rpc_sync(to, work)
 
-rank, url, before = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-if before:
-    torch.set_num_threads(before)
-at_first = work()
-with gw.init_rpc(f"worker{rank}", rank=rank, world_size=2, init_method=url):
-    there = 1 - rank
-    calls = [gw.rpc_async(there, work) for _ in range(4)]
-    found = [work(), gw.rpc_sync(there, work), gw.rpc_sync(there, ask, (rank,))]
-    found += [call.wait() for call in calls] + [gw.remote(there, work).to_here()]
-    print(at_first, *sorted(set(found)))
-assert work() == at_first, "not put back"
+class Lines(logging.Handler):
+    def emit(self, record):
+        if record.name == "gradwire" and "torch" in record.getMessage():
+            lines.append(record.getMessage())
+
+logging.basicConfig(handlers=[Lines()], level="INFO")
+rank, there = int(sys.argv[1]), 1 - int(sys.argv[1])
+for number, (variables, threads) in enumerate(json.loads(sys.argv[3])):
+    lines = []
+    os.environ.update(variables)
+    if threads:
+        torch.set_num_threads(threads)
+    url = f"{sys.argv[2]}{number}"
+    at_first = work()
+    with gw.init_rpc(f"worker{rank}", rank=rank, world_size=2, init_method=url):
+        calls = [gw.rpc_async(there, work) for _ in range(4)]
+        found = [work(), gw.rpc_sync(there, work), gw.rpc_sync(there, ask, (rank,))]
+        found += [call.wait() for call in calls] + [gw.remote(there, work).to_here()]
+    assert work() == at_first, "not put back"
+    for name in variables:
+        del os.environ[name]
+    print(json.dumps([at_first, sorted(set(found)), lines]))
 """
+MORE = len(usable_cores()) + 5
+CASES: dict[str, tuple[dict[str, str], int]] = {
+    "nothing": ({}, 0),
+    **{name: ({name: str(len(usable_cores()))}, 0) for name in VARIABLES},
+    "torch alone": ({"GRADWIRE_TORCH_THREADS": "0"}, 0),
+    "a number": ({"GRADWIRE_TORCH_THREADS": "5"}, 0),
+    "a call": ({}, MORE),  # the last: it cannot be undone
+}
 
 
-def run_pair(processes: Processes, before: int = 0, **env: str) -> list[Process]:
-    script = processes.script(PAIR)
-    pair = [
-        processes.run(script, rank, processes.url, before, **env) for rank in (0, 1)
-    ]
-    for process in pair:
-        assert process.wait() == 0, process.errors
-    return pair
+class Found(NamedTuple):
+    """What one worker of a world found."""
+
+    first: int
+    """How many threads torch had before."""
+    inside: list[int]
+    """How many it had in the world, wherever it was asked."""
+    lines: list[str]
+    """What was logged."""
 
 
-def log_lines(process: Process) -> list[str]:
-    return [
-        line
-        for line in process.errors.splitlines()
-        if line.startswith("INFO gradwire ") and "torch" in line
-    ]
-
-
-def numbers(process: Process) -> tuple[int, int]:
-    """How many threads torch had at first, and in the world, wherever it was asked."""
-    first, found = map(int, process.output.split())
-    return first, found
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Found]]:
+    """By case: what both workers of a world found."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        without_variables(monkeypatch)
+        processes = Processes(tmp_path_factory.mktemp("pairs"))
+        try:
+            script = processes.script(PAIR)
+            given = processes.url, json.dumps(list(CASES.values()))
+            pair = [processes.run(script, rank, *given) for rank in (0, 1)]
+            for process in pair:
+                assert process.wait() == 0, process.errors
+            printed = [process.output.splitlines() for process in pair]
+        finally:
+            processes.close()
+    worlds = zip(*printed, strict=True)
+    both = [[Found(*json.loads(line)) for line in world] for world in worlds]
+    return dict(zip(CASES, both, strict=True))
 
 
 @pytest.mark.slow
-def test_two_workers_have_half_of_the_cores_each(processes: Processes) -> None:
-    for process in run_pair(processes):
-        first, found = numbers(process)
-        assert found == max(1, first // 2)
-        (line,) = log_lines(process)
-        assert f"torch uses {found} threads on" in line
+def test_two_workers_have_half_of_the_cores_each(pairs: dict[str, list[Found]]) -> None:
+    for found in pairs["nothing"]:
+        half = max(1, found.first // 2)
+        assert found.inside == [half]
+        (line,) = found.lines
+        assert f"torch uses {half} threads on" in line
         assert "2 workers of this host" in line
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", VARIABLES)
-def test_the_users_variables_win(processes: Processes, name: str) -> None:
-    cores = str(len(usable_cores()))
-    for process in run_pair(processes, **{name: cores}):
-        first, found = numbers(process)
-        assert found == first
-        (line,) = log_lines(process)
-        assert f"torch keeps {found} threads: {name}={cores}" in line
+def test_the_users_variables_win(pairs: dict[str, list[Found]], name: str) -> None:
+    for found in pairs[name]:
+        assert found.inside == [found.first]
+        (line,) = found.lines
+        cores = len(usable_cores())
+        assert f"torch keeps {found.first} threads: {name}={cores}" in line
 
 
 @pytest.mark.slow
-def test_the_users_call_wins(processes: Processes) -> None:
-    wanted = len(usable_cores()) + 5
-    for process in run_pair(processes, wanted):
-        assert numbers(process) == (wanted, wanted)
-        (line,) = log_lines(process)
+def test_the_users_call_wins(pairs: dict[str, list[Found]]) -> None:
+    for found in pairs["a call"]:
+        assert (found.first, found.inside) == (MORE, [MORE])
+        (line,) = found.lines
         assert "torch.set_num_threads was called" in line
 
 
 @pytest.mark.slow
-def test_the_option_leaves_torch_alone(processes: Processes) -> None:
-    for process in run_pair(processes, GRADWIRE_TORCH_THREADS="0"):
-        first, found = numbers(process)
-        assert found == first
-        assert not log_lines(process)
+def test_the_option_leaves_torch_alone(pairs: dict[str, list[Found]]) -> None:
+    for found in pairs["torch alone"]:
+        assert found.inside == [found.first]
+        assert not found.lines
 
 
 @pytest.mark.slow
-def test_the_option_gives_a_number(processes: Processes) -> None:
-    for process in run_pair(processes, GRADWIRE_TORCH_THREADS="5"):
-        assert numbers(process)[1] == 5
-        assert len(log_lines(process)) == 1
+def test_the_option_gives_a_number(pairs: dict[str, list[Found]]) -> None:
+    for found in pairs["a number"]:
+        assert found.inside == [5]
+        assert len(found.lines) == 1
 
 
 FORKING = """
