@@ -2,8 +2,10 @@
 # installs what that target needs; a changed pyproject.toml installs it again.
 
 PYTHON ?= python3
-# How many times the usual number of cases `make fuzz` runs.
-FUZZ ?= 10
+# What `make test` and `make fuzz` give to pytest besides.
+ARGS ?=
+# How many times the usual number of cases `make fuzz` runs; `make test` runs a fifth.
+FUZZ ?= 1
 
 TORCH := 2.13.0
 BIN := .venv/bin
@@ -14,8 +16,12 @@ EXTRAS := test lint bench demo docs conformance
 # Two pips in one .venv would get into each other's way.
 .NOTPARALLEL:
 
+# In parallel; for a debugger, or to see what is printed: .venv/bin/python -m pytest.
+PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+
 test: .venv/.test
-	$(BIN)/python -m pytest
+	@echo "For less: make test ARGS='tests/wire -k codec', or ARGS='-m \"not slow\"'"
+	$(PYTEST) $(ARGS)
 
 demo: .venv/.demo
 	$(BIN)/python -m gradwire demo --out build/demo
@@ -36,9 +42,9 @@ conformance: .venv/.conformance
 docs: .venv/.docs
 	$(BIN)/python -m mkdocs build --strict
 
-# A property with that many cases is one test: give it the time.
+# The tests whose number of cases is a choice. Such a test may take long: give it the time.
 fuzz: .venv/.test
-	GRADWIRE_FUZZ=$(FUZZ) $(BIN)/python -m pytest tests/fuzz --timeout=1800
+	GRADWIRE_FUZZ=$(FUZZ) $(PYTEST) -m fuzz --timeout=1800 $(ARGS)
 
 clean:
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import call_programs
 from autograd_programs import check, check_twice, draw, make_leaves, recorded
 from autograd_world import Autograds, Raises, autograds
-from conftest import FUZZ
+from conftest import FUZZ, cases
 from gradwire._transport.faulty import Faults
 from gradwire._wire.signature_encoder import Encoder
 from gradwire.api import enter
@@ -28,11 +28,10 @@ from sockets_world import together, wait_until
 WORKERS = 5
 ROUNDS = 5
 FAULTS = Faults(delay=0.2, repeat=0.2, longest_delay=0.003)
-# `make fuzz`, with FUZZ=10, runs 10,000 programs of calls in one process and 200 over
-# several, in slices that have their own worlds.
-SLICES = range(FUZZ)
-IN_ONE_PROCESS = 60 if FUZZ == 1 else 1000
-OVER_PROCESSES = 5 if FUZZ == 1 else 20
+# Programs of calls are run in slices that have their own worlds.
+SLICES = range(max(1, round(FUZZ)))
+IN_ONE_PROCESS = min(100, cases(100))  # per slice
+OVER_PROCESSES = 5
 
 
 @pytest.fixture(autouse=True)
@@ -42,10 +41,11 @@ def _switch_off() -> Iterator[None]:
     Raises.is_on = True
 
 
+@pytest.mark.fuzz
 def test_programs_that_hypothesis_draws() -> None:
     with autograds(WORKERS) as world:
 
-        @settings(max_examples=150 * FUZZ)
+        @settings(max_examples=cases(150))
         @given(st.data())
         def program(data: st.DataObject) -> None:
             def choose(limit: int) -> int:
@@ -135,6 +135,7 @@ def test_programs_that_fail_leave_nothing_waiting(
 # Programs of calls
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("part", SLICES)
 def test_programs_of_calls(part: int) -> None:
     with World(WORKERS, seed=part or None) as world, world.as_worker(0):
@@ -164,6 +165,7 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     started.close()
 
 
+@pytest.mark.fuzz
 @pytest.mark.slow
 @pytest.mark.parametrize("part", SLICES)
 def test_programs_of_calls_over_processes_with_faults(

@@ -1,4 +1,4 @@
-"""Mutated frames: 100,000 of them do no harm to who reads them (`make fuzz`: ten times that).
+"""Mutated frames: 100,000 of them do no harm to who reads them (`make test`: a fifth of that).
 
 Valid streams of frames are changed, cut and spliced, and read in chunks of any size. Whatever
 comes out is a message or an error that blames the other side; nothing is unpickled, and nothing
