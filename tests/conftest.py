@@ -98,9 +98,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fuzz")
 
 
-def pytest_collection_finish() -> None:
-    # torch and the tests stay: a collection need not look at them, and takes 20 ms
-    # instead of 500 ms.
+@pytest.fixture(autouse=True, scope="module")
+def what_is_loaded_stays() -> None:
+    """A collection need not look at torch and the tests, and takes 20 ms instead of 500 ms."""
     gc.collect()
     gc.freeze()
 
