@@ -4,11 +4,13 @@ A program is drawn by a function that chooses a number below a limit, so that a 
 well as hypothesis.
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
@@ -29,11 +31,16 @@ OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-def watched(a: Tensor, _: Tensor) -> Tensor:
-    """Something that must not be run where nothing flows back."""
-    made: Tensor = Strict.apply(a) * 1
+def watched(a: Tensor, runs: Counter[str], key: str) -> Tensor:
+    """Something that must not be run where nothing flows back; counted where it is."""
+    made: Tensor = Strict.apply(a, runs, key) * 1
     if made.requires_grad:
-        made.register_hook(lambda gradient: gradient * 1)  # not with None
+
+        def hook(gradient: Tensor) -> Tensor:
+            runs[f"hook {key}"] += 1
+            return gradient * 1  # not with None
+
+        made.register_hook(hook)
     return made
 
 
@@ -41,21 +48,23 @@ class Strict(Function):
     """Refuses zeros: what torch makes of a gradient that is not there."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+    def forward(ctx: Any, tensor: Tensor, runs: Counter[str], key: str) -> Tensor:
+        ctx.runs, ctx.key = runs, key
         return tensor.view_as(tensor)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         assert gradients[0].any()
-        return gradients[0]
+        ctx.runs[f"function {ctx.key}"] += 1
+        return gradients[0], None, None
 
 
 @dataclass(frozen=True)
 class Program:
     """What is done, and where the roots are.
 
-    Steps are `("op", worker, name, a, b)`, `("send", source, target, indices)` or, for a send that
-    never arrives, `("lose", source, target, indices)`.
+    Steps are `("op", worker, name, a, b)`, `("change", worker, a)` in place, `("send", source,
+    target, indices)` or, for a send that never arrives, `("lose", source, target, indices)`.
     """
 
     workers: int
@@ -73,9 +82,10 @@ def draw(
 ) -> Program:
     """A program. `is_watched`: with operations that are run only if something flows back to them.
 
-    Messages have one tensor then: of several, what lies behind one may be run for the others.
+    And with changes in place, which make what lies behind unfit to be run.
     """
-    ops = [*OPS, "watched"] if is_watched else [*OPS]
+    # What "fails" makes is a view, which may not be changed in place.
+    ops = [*sorted(OPS.keys() - {"fails"}), "watched"] if is_watched else [*OPS]
     workers = (
         1 + choose(most_workers) if most_workers < 2 else 2 + choose(most_workers - 1)
     )
@@ -84,13 +94,15 @@ def draw(
     for _ in range(1 + choose(most_steps)):
         at = choose(workers)
         if choose(2):
+            if is_watched and choose(6) == 0:
+                steps.append(("change", at, choose(counts[at])))
+                continue
             name = ops[choose(len(ops))]
             steps.append(("op", at, name, choose(counts[at]), choose(counts[at])))
             counts[at] += 1
         else:
             to = choose(workers)
-            most = 1 if is_watched else 3
-            sent = [choose(counts[at]) for _ in range(1 + choose(most))]
+            sent = [choose(counts[at]) for _ in range(1 + choose(3))]
             if choose(10) == 0:
                 steps.append(("lose", at, to, sent))
                 continue
@@ -100,15 +112,29 @@ def draw(
 
 
 def run(
-    program: Program, leaves: list[list[Tensor]], transfer: Callable[..., list[Tensor]]
+    program: Program,
+    leaves: list[list[Tensor]],
+    transfer: Callable[..., list[Tensor]],
+    runs: Counter[str],
 ) -> list[Tensor]:
-    """The roots; `transfer(source, target, tensors, is_lost)` carries tensors over."""
+    """The roots; `transfer(source, target, tensors, is_lost)` carries tensors over.
+
+    `runs` gets what is run of the backward, and how often.
+    """
     values = [list(own) for own in leaves]
     for kind, at, *rest in program.steps:
+        if kind == "change":
+            changed = values[at][rest[0]]
+            if changed.grad_fn is not None:
+                changed.mul_(1.5)
+            continue
         if kind == "op":
             name, a, b = rest
-            op = watched if name == "watched" else OPS[name]
-            values[at].append(op(values[at][a], values[at][b]))
+            if name == "watched":
+                key = f"{at}.{len(values[at])}"
+                values[at].append(watched(values[at][a], runs, key))
+            else:
+                values[at].append(OPS[name](values[at][a], values[at][b]))
             continue
         to, sent = rest
         arrived = transfer(at, to, [values[at][i] for i in sent], kind == "lose")
@@ -128,16 +154,31 @@ def make_leaves(program: Program) -> list[list[Tensor]]:
 
 
 def check(program: Program, autograds: Autograds, passes: int = 1) -> None:
-    """Run it locally and over the world; the gradients must be the same."""
+    """Run it locally and over the world: the gradients must be the same, and what is run for them.
+
+    If torch refuses to, because of a change in place, so must we.
+    """
     leaves = make_leaves(program)
     flat = [leaf for own in leaves for leaf in own]
-    expected = torch.autograd.grad(run_here(program, leaves), flat, allow_unused=True)
+    here: Counter[str] = Counter()
+    local_roots = run_here(program, leaves, here)
     root = autograds[program.root_worker]
-    with recorded(program, leaves, autograds) as (context, roots):
+    there: Counter[str] = Counter()
+    with recorded(program, leaves, autograds, there) as (context, roots):
+        try:
+            expected = torch.autograd.grad(local_roots, flat, allow_unused=True)
+        except RuntimeError as error:
+            text = str(error)
+            with pytest.raises(GradwireError, match="modified by an inplace operation"):
+                root.backward(context, roots)
+            if "modified by an inplace operation" not in text:
+                raise
+            return
         for number in range(passes):
             root.backward(context, roots, retain_graph=number < passes - 1)
         wanted = [g if g is None else g * passes for g in expected]
         compare_all(autograds, context, leaves, wanted)
+        assert there == Counter({key: count * passes for key, count in here.items()})
 
 
 def check_twice(program: Program, autograds: Autograds) -> None:
@@ -164,13 +205,23 @@ def squared(tensors: Sequence[Tensor | None]) -> Tensor:
     return torch.stack([(t**2).sum() for t in tensors if t is not None]).sum()
 
 
-def run_here(program: Program, leaves: list[list[Tensor]]) -> list[Tensor]:
-    return run(program, leaves, lambda source, target, tensors, is_lost: tensors)
+def run_here(
+    program: Program, leaves: list[list[Tensor]], runs: Counter[str] | None = None
+) -> list[Tensor]:
+    def transfer(
+        source: int, target: int, tensors: list[Tensor], is_lost: bool
+    ) -> list[Tensor]:
+        return [tensor.clone() for tensor in tensors]  # each may be changed in place
+
+    return run(program, leaves, transfer, Counter() if runs is None else runs)
 
 
 @contextmanager
 def recorded(
-    program: Program, leaves: list[list[Tensor]], autograds: Autograds
+    program: Program,
+    leaves: list[list[Tensor]],
+    autograds: Autograds,
+    runs: Counter[str] | None = None,
 ) -> Iterator[tuple[int, list[Tensor]]]:
     """The program run over the world: its context and its roots."""
     with autograds[program.root_worker].context() as context:
@@ -183,7 +234,8 @@ def recorded(
             autograds.leave(source, target, context, tensors)
             return []
 
-        yield context, run(program, leaves, transfer)
+        counted = Counter() if runs is None else runs
+        yield context, run(program, leaves, transfer, counted)
     for service in autograds.services:
         service.release(context)  # workers that no path connects do not hear of it
 

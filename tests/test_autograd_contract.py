@@ -86,7 +86,7 @@ def test_one_send_is_run_by_itself() -> None:
         first, second = world[0].contexts.get(context).sends
         gradient = torch.ones(3, dtype=torch.float64)
         about = About(context, world[1]._passes.next(), 0)
-        words = Words((second,), None, 0)
+        words = Words(((second, 0),), None, 0)
         message = step(about, words, [(first, (gradient,), 0, ())])
         answer = world[1].request(0, message).wait()
         assert isinstance(unpack(answer), Done)

@@ -457,65 +457,6 @@ def test_a_pass_while_a_call_is_under_way() -> None:
         see_gradients(world, ctx, local, own)
 
 
-class SquareRoot(torch.autograd.Function):
-    """One whose derivative is infinite at 0; notes that it was run."""
-
-    ran = 0
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(root := x.sqrt())
-        return root
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        SquareRoot.ran += 1
-        return gradients[0] / (2 * ctx.saved_tensors[0])
-
-
-def take_root(x: Tensor) -> Tensor:
-    weights["shared"] = x * 1
-    result: Tensor = SquareRoot.apply(weights["shared"])
-    return result
-
-
-def use_shared(x: Tensor) -> Tensor:
-    return weights["shared"] * x
-
-
-@orders
-def test_what_lies_behind_a_result_that_is_not_used_is_not_run(
-    seed: int | None,
-) -> None:
-    """That it is not used is known only when others have said so."""
-    SquareRoot.ran = 0
-    with world_of(3, seed=seed), gw.context() as ctx:
-        x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
-        a = gw.rpc_sync("worker1", take_root, (x,))
-        gw.rpc_sync("worker2", weigh, (a,))
-        b = gw.rpc_sync("worker1", use_shared, (torch.ones(3, dtype=torch.float64),))
-        gw.backward(ctx, [b.sum()])
-        close(gw.get_gradients(ctx), {x: torch.ones_like(x)})
-    assert not SquareRoot.ran
-
-
-@orders
-def test_hooks_behind_a_result_that_is_not_used_are_not_called(
-    seed: int | None,
-) -> None:
-    seen: list[Tensor] = []
-    with world_of(2, seed=seed), gw.context() as ctx:
-        x = doubles(3)
-        h = x * 1
-        k = h * 3
-        k.register_hook(seen.append)
-        gw.rpc_sync("worker1", same, (k,))
-        b = gw.rpc_sync("worker1", torch.mul, (h, 2))
-        gw.backward(ctx, [(b + h).sum()])
-        close(gw.get_gradients(ctx), {x: torch.full_like(x, 3.0)})
-    assert not seen
-
-
 # Calls that fail
 
 

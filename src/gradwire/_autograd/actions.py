@@ -6,13 +6,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+Slot = tuple[int, int]
+"""One tensor of a message that was sent or received: the message's number, and which of those of
+its tensors that require grad."""
+
+Arrived = tuple[int, tuple[int, ...]]
+"""Gradients came for a send: its number, and which of its slots got one. The others get none."""
+
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What a pass must know of a segment: the ids of its sends, by creation, and of its recvs."""
+    """What a pass must know of a segment: its sends, by creation, and its recvs."""
 
-    sends: tuple[int, ...] = ()
-    recvs: tuple[int, ...] = ()
+    sends: tuple[Slot, ...] = ()
+    recvs: tuple[Slot, ...] = ()
     has_roots: bool = False
 
 
@@ -21,9 +28,9 @@ class Plan:
     """What a worker brings to a pass."""
 
     pieces: Sequence[Piece]
-    sends: Mapping[int, int]
+    sends: Mapping[Slot, int]
     """All sends of the context, and to whom."""
-    recvs: Mapping[int, int]
+    recvs: Mapping[Slot, int]
     """All recvs, and from whom."""
 
 
@@ -31,7 +38,7 @@ class Run(NamedTuple):
     """Run a piece from its roots and these sends; the others are void."""
 
     piece: int
-    sends: tuple[int, ...]
+    sends: tuple[Slot, ...]
     may_wait: bool
     """Not all of the sends have their gradients yet."""
 
@@ -40,24 +47,27 @@ class Narrow(NamedTuple):
     """Find out which recvs these sends of a piece reach, and say `narrowed`: others are void."""
 
     piece: int
-    sends: tuple[int, ...]
+    sends: tuple[Slot, ...]
 
 
 class Reach(NamedTuple):
     """Find out which recvs these sends of a piece reach, with its roots, and say `reached`."""
 
     piece: int
-    sends: tuple[int, ...]
+    sends: tuple[Slot, ...]
 
 
 class Words(NamedTuple):
     """What a message or an answer says beside gradients."""
 
-    voids: tuple[int, ...]
+    voids: tuple[Slot, ...]
+    """Those that no gradients will come for."""
     listed: tuple[int, ...] | None
+    """The messages that arrived, the first time that anything is said."""
     awaiting: int
-    sure: tuple[int, ...] = ()
-    """The sends that gradients will come for."""
+    """How many slots of messages to that worker are part of the pass."""
+    confirmed: tuple[Slot, ...] = ()
+    """Those that gradients will come for."""
     asks: bool = False
     """Whether to say which are, as soon as it is known."""
 
@@ -65,8 +75,8 @@ class Words(NamedTuple):
 class Answer(NamedTuple):
     """The answer to one of our messages."""
 
-    delivered: Sequence[int] = ()
-    """Sends of ours that it brought gradients for."""
+    arrived: Sequence[Arrived] = ()
+    """Gradients that it brought for sends of ours."""
     words: Words | None = None
     is_done: bool = False
     is_engaged: bool = False
@@ -81,7 +91,7 @@ class Tell(NamedTuple):
 
 
 class Wake(NamedTuple):
-    """It is known what becomes of a send that may be waited for."""
+    """It is known what becomes of a message that may be waited for."""
 
     send: int
 

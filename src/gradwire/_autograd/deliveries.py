@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ..errors import ProtocolError
+from .actions import Arrived
 from .contexts import Context, Numbers, unknown
 from .messages import CREATE, Delivery
 from .nodes import Crossing, Gradients, make_recv
@@ -61,6 +62,11 @@ def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
     if link:
         context.add_recv(link, sender, make_recv([gradients[i] for i in linked]))
     return gradients
+
+
+def arrived(number: int, gradients: Sequence[Tensor | None]) -> Arrived:
+    """What there is of the gradients for a send."""
+    return number, tuple([i for i, g in enumerate(gradients) if g is not None])
 
 
 def check(

@@ -190,6 +190,8 @@ def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
     gradients = [_ones(*root) for root in job.roots]
     if job.given is None:
         sends = job.segment.sends
+        for send in sends:
+            send.keep_ends()
         starts = [send.output for send in sends]
         if device_queues.are_needed() and len(sends) + len(job.roots) > 1:
             starts = device_queues.put_before(
@@ -200,7 +202,7 @@ def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
         return outputs, gradients
     for send in job.segment.sends:
         given = job.given.pop(send.crossing.id)  # who keeps it would have it copied
-        for edge, gradient in zip(send.node.next_functions, given, strict=True):
+        for edge, gradient in zip(send.edges, send.pick(given), strict=True):
             if gradient is not None:
                 outputs.append(GradientEdge(*edge))
                 gradients.append(gradient)

@@ -27,7 +27,13 @@ SMALL = 200
 _LIFT = 1 << 40
 _ALL = float("inf")
 
-Reach = tuple[set[Any], list[Any], list[int]]
+Edge = tuple[Any, int]
+"""A node, and which of the tensors that it made."""
+
+Recvs = dict[Any, set[int]]
+"""The nodes of recvs, and which of their tensors are reached."""
+
+Reach = tuple[set[Any], Recvs, list[int]]
 """Leaves, recvs, and other sources that reached something of it before."""
 
 
@@ -41,8 +47,7 @@ class Segment:
     """In order of creation."""
     leaves: Collection[Any] = ()
     """The nodes behind the leaves that its sources reach."""
-    recvs: list[Any] = field(default_factory=list)
-    """Their nodes."""
+    recvs: Recvs = field(default_factory=dict)
     last: dict[int, Any] = field(default_factory=dict)
     """The recvs that are run after all else, or nearly so."""
     is_bare: bool = False
@@ -60,7 +65,7 @@ class Walk:
     links: list[tuple[int, int]] = field(default_factory=list)
     """Sources that reached the same node."""
     leaves: list[set[Any]] = field(default_factory=list)
-    recvs: list[list[Any]] = field(default_factory=list)
+    recvs: list[Recvs] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
     """How many nodes each source was the first to reach."""
     foreign: list[list[Any]] = field(default_factory=list)
@@ -68,7 +73,7 @@ class Walk:
 
 
 def cut(
-    roots: Sequence[Any],
+    roots: Sequence[Edge],
     sends: Sequence[Send],
     context: int,
     joins: Callable[[Any], bool] = lambda leaf: False,
@@ -84,7 +89,7 @@ def cut(
     Roots that wait for no sends are in one segment, all that do are in another: several that wait
     would have to be run at the same time.
     """
-    found = _walk([*roots, *[send.node for send in sends]], context)
+    found = _walk([*roots, *[(send.node, 0) for send in sends]], context)
     count = len(roots)
     if count + len(sends) > 1:
         found.links += _links(found.leaves, joins, keepers)
@@ -122,14 +127,14 @@ def _joined(roots: Sequence[Any], sends: Sequence[Send], found: Walk) -> list[Se
     return _merged(list(segments.values()))
 
 
-def _walk(sources: Iterable[Any], context: int) -> Walk:
+def _walk(sources: Iterable[Edge], context: int) -> Walk:
     found = Walk()
-    for number, source in enumerate(sources):
+    for number, (source, index) in enumerate(sources):
         before = len(found.owner)
-        leaves, recvs, links = walk(source, number, found.owner)
+        leaves, recvs, links = walk(source, number, found.owner, index=index)
         foreign = [r for r in recvs if r.crossing.context != context]
-        if foreign:
-            recvs = [recv for recv in recvs if recv not in foreign]
+        for recv in foreign:
+            del recvs[recv]
         found.leaves.append(leaves)
         found.recvs.append(recvs)
         found.foreign.append(foreign)
@@ -142,23 +147,33 @@ def _waits(segment: Segment) -> bool:
     return len(segment.sends) + bool(segment.roots) > 1
 
 
-def walk(source: Any, number: int, owner: dict[Any, int], most: float = _ALL) -> Reach:
+def walk(
+    source: Any,
+    number: int,
+    owner: dict[Any, int],
+    most: float = _ALL,
+    *,
+    index: int = 0,
+) -> Reach:
     """What a source reaches that no other has reached before; `owner` gets those nodes.
 
-    Costs half a microsecond for each node, most of it for torch to show the node to Python, so it
-    is one function. It stops when there are more than `most`.
+    Recvs that others have reached, too, are found again. `index`: which of its tensors. It stops
+    when there are more than `most`. Costs half a microsecond for each node, most of it for torch to
+    show the node to Python, so it is one function.
     """
     leaf_node, recv_node = LEAF_NODE, RECV_NODE
     leaves: set[Any] = set()
-    recvs: list[Any] = []
+    recvs: Recvs = {}
     links: list[int] = []
     stack: list[Any] = []
-    edges: Any = ((source, 0),)
+    edges: Any = ((source, index),)
     while True:
-        for node, _ in edges:
+        for node, which in edges:
             if node in owner:
                 if owner[node] != number:
                     links.append(owner[node])
+                if type(node) is recv_node:
+                    recvs.setdefault(node, set()).add(which)
                 continue
             kind = type(node)
             if kind is leaf_node:
@@ -166,7 +181,7 @@ def walk(source: Any, number: int, owner: dict[Any, int], most: float = _ALL) ->
             elif node is not None:
                 owner[node] = number
                 if kind is recv_node:
-                    recvs.append(node)
+                    recvs[node] = {which}
                 else:
                     stack.append(node)
         if not stack or len(owner) > most:
@@ -238,7 +253,7 @@ def _lift(
 def _reach(segments: dict[int, Segment], groups: list[int], found: Walk) -> None:
     leaves: dict[int, set[Any]] = {}
     for number, group in enumerate(groups):
-        segments[group].recvs += found.recvs[number]
+        merge(segments[group].recvs, found.recvs[number])
         segments[group].foreign += found.foreign[number]
         if group in leaves:
             leaves[group] |= found.leaves[number]
@@ -246,6 +261,12 @@ def _reach(segments: dict[int, Segment], groups: list[int], found: Walk) -> None
             leaves[group] = found.leaves[number]
     for group, reached in leaves.items():
         segments[group].leaves = reached
+
+
+def merge(recvs: Recvs, more: Recvs) -> None:
+    """Add what else is reached."""
+    for node, indexes in more.items():
+        recvs[node] = recvs[node] | indexes if node in recvs else indexes
 
 
 def _note_last(
@@ -289,7 +310,7 @@ def _merged(segments: list[Segment]) -> list[Segment]:
                 first.roots += other.roots
                 first.sends += other.sends
                 first.leaves = {*first.leaves, *other.leaves}
-                first.recvs += other.recvs
+                merge(first.recvs, other.recvs)
                 first.last |= other.last
                 first.foreign += other.foreign
             kept.insert(0, first)

@@ -20,6 +20,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 Hooks = Sequence[Callable[..., Any]]
+Gradients = tuple[torch.Tensor | None, ...]
 
 on_crossings: list[bool] = []
 """Not empty: some send or recv got hooks, ever."""
@@ -36,6 +37,17 @@ def before(node: Any) -> Hooks:
 def after(node: Any) -> Hooks:
     """Those that are called when a node was run."""
     return _known_to(node.register_hook) if on_nodes else ()
+
+
+def called(node: Any, gradients: Gradients, given: Any) -> Gradients:
+    """What the hooks of a node, which is not run itself, make of the gradients it yields."""
+    for hook in before(node):
+        hook((given,))
+    for hook in after(node):
+        changed = hook(gradients, (given,))
+        if changed is not None:
+            gradients = changed
+    return gradients
 
 
 def has_any(node: Any) -> bool:

@@ -9,7 +9,7 @@ from typing import Any
 from ..errors import GradwireError
 from ..threads import Bell
 from . import deliveries
-from .actions import Action
+from .actions import Action, Arrived
 from .contexts import Context
 from .desk import Desk
 from .messages import Delivery
@@ -33,14 +33,14 @@ class Mail:
         self._flags = flags
         self._bells: dict[int, Bell] = {}
 
-    def receive(self, sender: int, arrived: Iterable[Delivery]) -> list[int]:
-        """Keep what came, with the lock held; the sends that it is for."""
-        sends = []
+    def receive(self, sender: int, arrived: Iterable[Delivery]) -> list[Arrived]:
+        """Keep what came, with the lock held; what it is for."""
+        found = []
         for delivery in arrived:
             gradients = deliveries.take(self._context, sender, delivery)
             self.gradients.setdefault(delivery[0], gradients)
-            sends.append(delivery[0])
-        return sends
+            found.append(deliveries.arrived(delivery[0], gradients))
+        return found
 
     def collect(self, send: Crossing) -> Gradients:
         """The gradients for a send; waits for them."""
@@ -96,8 +96,8 @@ class Mail:
         with self.lock:
             progress.left(recv.id)
             if to == self._desk.me:
-                (send,) = self.receive(to, (delivery,))
-                actions = progress.delivered_here(send)
+                (arrived,) = self.receive(to, (delivery,))
+                actions = progress.delivered_here(arrived)
             else:
                 held.setdefault(to, []).append(delivery)
         return actions

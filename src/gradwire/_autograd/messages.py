@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from .._wire.messages import TensorMessage, are_numbers_and_tensors
 from ..errors import ProtocolError
-from .actions import Words
+from .actions import Slot, Words
 
 STEP, ABORT, RELEASE, OVER, DIRECT, CLAIM = 48, 49, 50, 51, 52, 53
 
@@ -333,18 +333,22 @@ class _Reading:
 
 
 def _put_words(facts: list[int], words: Words) -> None:
-    voids, listed, awaiting, sure, asks = words
-    facts += (awaiting, asks, len(voids), *voids, len(sure), *sure)
+    voids, listed, awaiting, confirmed, asks = words
+    facts += (awaiting, asks, len(voids), *chain(*voids))
+    facts += (len(confirmed), *chain(*confirmed))
     facts += (-1,) if listed is None else (len(listed), *listed)
 
 
 def _take_words(facts: Iterator[int]) -> Words:
     awaiting, asks = next(facts), bool(next(facts))
-    voids = tuple(islice(facts, next(facts)))
-    sure = tuple(islice(facts, next(facts)))
+    voids, confirmed = _take_slots(facts), _take_slots(facts)
     count = next(facts)
     listed = None if count < 0 else tuple(islice(facts, count))
-    return Words(voids, listed, awaiting, sure, asks)
+    return Words(voids, listed, awaiting, confirmed, asks)
+
+
+def _take_slots(facts: Iterator[int]) -> tuple[Slot, ...]:
+    return tuple([(next(facts), next(facts)) for _ in range(next(facts))])
 
 
 def _put_deliveries(facts: list[int], deliveries: Iterable[Delivery]) -> list[Any]:

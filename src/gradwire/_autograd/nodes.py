@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, is_anomaly_enabled, is_grad_enabled
 from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from . import hooks
 
@@ -118,6 +118,7 @@ class Send:
     From 1 on: 0 is for what comes later still (`device_queues.py`).
     """
     _output: Tensor | None = None
+    _ends: Sequence[Tensor] | None = None
 
     def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
         self.crossing = crossing
@@ -128,7 +129,7 @@ class Send:
             if not is_anomaly_enabled():  # it notes where nodes are made
                 self.leaves = tensors
                 return
-        self._output = _made(_apply_send, crossing, *tensors)
+        self._output = _made_send(crossing, tensors)
         if _are_passed_on(tensors):
             self.passed_on = tensors
 
@@ -151,22 +152,89 @@ class Send:
         edges: tuple[tuple[Any, int], ...] = self.node.next_functions
         return edges
 
+    @property
+    def count(self) -> int:
+        """How many tensors it is of."""
+        return self.crossing.count
+
+    def only(self, indexes: Sequence[int]) -> Send:
+        """A send of these of its tensors."""
+        return self if len(indexes) == self.count else PartialSend(self, indexes)
+
+    def pick(self, gradients: Gradients) -> Gradients:
+        """Those of its tensors, of all that came for the message."""
+        return gradients
+
+    def keep_ends(self) -> None:
+        """Look up where its tensors stand in the graph, before a run of its node frees that.
+
+        What it keeps are tensors that stand at the same places, and are nothing else.
+        """
+        if self._ends is None and self.count > 1:
+            node: Any = self.node
+            self._ends = node.saved_tensors
+
+    def ends(self, indexes: Sequence[int]) -> list[Tensor]:
+        """Tensors at the places of these."""
+        self.keep_ends()
+        assert self._ends is not None
+        return [self._ends[index] for index in indexes]
+
     def enter_late(self, place: int) -> None:
         """Have the engine enter it at this place."""
         self.place = place
         if self._output is not None:
-            node: Any = self._output.grad_fn
-            node._set_sequence_nr(self.place)
+            _set_place(self._output, place)
 
     def _make_late(self) -> Tensor:
         with _making:
             if self._output is not None:
                 return self._output
             output = _made_late(self.crossing, self.leaves)
-            node: Any = output.grad_fn
-            node._set_sequence_nr(self.place)
+            _set_place(output, self.place)
             self._output, self.leaves = output, ()
             return output
+
+
+class PartialSend(Send):
+    """Some of the tensors of a message: those that gradients will come for.
+
+    What lies behind the others must not be run, so it has a node of its own over the rest.
+    """
+
+    def __init__(self, send: Send, indexes: Sequence[int]) -> None:
+        self.crossing = send.crossing
+        self.place = send.place
+        self._whole = send
+        self._indexes = tuple(indexes)
+
+    @property
+    def count(self) -> int:
+        return len(self._indexes)
+
+    def only(self, indexes: Sequence[int]) -> Send:
+        kept = tuple([index for index in self._indexes if index in indexes])
+        return self if kept == self._indexes else PartialSend(self._whole, kept)
+
+    def keep_ends(self) -> None:
+        """As they are kept already."""
+
+    def pick(self, gradients: Gradients) -> Gradients:
+        return tuple([gradients[index] for index in self._indexes])
+
+    def _make_late(self) -> Tensor:
+        with _making:
+            if self._output is None:
+                ends = self._whole.ends(self._indexes)
+                output = _made(_apply_part, self._whole, self._indexes, *ends)
+                _set_place(output, self.place)
+                self._output = output
+            return self._output
+
+
+def _set_place(output: Tensor, place: int) -> None:
+    node: Any = output.grad_fn
+    node._set_sequence_nr(place)
 
 
 def _are_passed_on(tensors: Sequence[Tensor]) -> bool:
@@ -214,8 +282,7 @@ def _made_late(crossing: Crossing, leaves: Sequence[Tensor]) -> Tensor:
         for leaf in frozen:
             leaf.requires_grad_()
         with torch.inference_mode(False):
-            output: Tensor = _made(_apply_send, crossing, *leaves)
-        return output
+            return _made_send(crossing, leaves)
     finally:
         for leaf in frozen:
             leaf.requires_grad_(False)
@@ -223,12 +290,51 @@ def _made_late(crossing: Crossing, leaves: Sequence[Tensor]) -> Tensor:
 
 def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
     ctx.crossing = crossing
+    if len(tensors) > 1:  # perhaps not all will get gradients (`PartialSend`)
+        ctx.save_for_backward(*tensors)
     return _BLANK.detach()  # a new one each time, made in the quickest way
+
+
+def _made_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Tensor:
+    """The output of a node over these. If they are several, it keeps their places in the graph."""
+    output: Tensor
+    if len(tensors) == 1:
+        output = _made(_apply_send, crossing, *tensors)
+        return output
+    try:
+        with saved_tensors_hooks(_forget, _recall):
+            output = _made(_apply_send, crossing, *tensors)
+    except RuntimeError:  # hooks are disabled here: then it keeps their values, too
+        output = _made(_apply_send, crossing, *tensors)
+    return output
+
+
+def _forget(tensor: Tensor) -> None:
+    """Of a saved tensor, torch itself keeps the place in the graph; nobody needs its values."""
+
+
+def _recall(_: None) -> Tensor:
+    return _BLANK
 
 
 def _send_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
     crossing = ctx.crossing
     return None, *crossing.run().collect(crossing)
+
+
+def _part_forward(
+    ctx: Any, send: Send, indexes: Sequence[int], *ends: Tensor
+) -> Tensor:
+    ctx.send, ctx.indexes = send, indexes
+    return _BLANK.detach()
+
+
+def _part_backward(ctx: Any, *_: Tensor) -> tuple[Tensor | None, ...]:
+    crossing = ctx.send.crossing
+    gradients = crossing.run().collect(crossing)
+    if crossing.is_hooked:  # and that node is not run
+        gradients = hooks.called(ctx.send.node, gradients, _BLANK)
+    return None, None, *[gradients[index] for index in ctx.indexes]
 
 
 def _recv_forward(ctx: Any, token: Tensor, crossing: Crossing, tensors: Any) -> Any:
@@ -255,6 +361,7 @@ def _function(name: str, forward: Any, backward: Any) -> Any:
 
 
 _apply_send = _function("SendRpc", _send_forward, _send_backward)
+_apply_part = _function("SendRpc", _part_forward, _part_backward)
 _apply_recv = _function("RecvRpc", _recv_forward, _recv_backward)
 
 

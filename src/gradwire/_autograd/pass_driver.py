@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import WorkerLostError
 from ..threads import Bell
-from . import engine
+from . import deliveries, engine
 from .actions import (
     Abort,
     Action,
@@ -36,6 +36,7 @@ from .actions import (
     Plan,
     Reach,
     Run,
+    Slot,
     Tell,
     Wake,
     Words,
@@ -194,7 +195,8 @@ class Part:
             self.mail.progress = Progress(me, self._work.plan, self._engager)
             if record is not None:
                 self.mail.gradients.update(record.parked())
-                self.mail.progress.resumed(record.parked(), start.parked)
+                arrived = [deliveries.arrived(*one) for one in record.parked().items()]
+                self.mail.progress.resumed(arrived, start.parked)
         except BaseException:
             self.mail.progress = Progress(me, Plan((), {}, {}), self._engager)
             raise
@@ -342,7 +344,7 @@ class Part:
             if last is not None:
                 runs += self._act(self._hear(last.to, self._talk.ask(last)))
 
-    def _narrow(self, piece: int, sends: tuple[int, ...]) -> list[Run]:
+    def _narrow(self, piece: int, sends: tuple[Slot, ...]) -> list[Run]:
         recvs = self._work.narrow(piece, sends)
         with self.lock:
             actions = self.mail.progress.narrowed(piece, sends, recvs)
@@ -352,7 +354,7 @@ class Part:
         self, run: Run, more: list[Run], question: Question | None
     ) -> list[Message]:
         """Run a piece; the messages that follow. What else can be run is put with `more`."""
-        if not self._work.is_whole(run.piece, run.sends):
+        if not self._work.is_whole(run):
             more += self._narrow(run.piece, run.sends)
         given = None if run.may_wait or engine.is_profiled() else self.mail.gradients
         exchange = Exchange(run, self.mail.collect, self.deliver, self._end.has_come)

@@ -247,11 +247,12 @@ class Strands:
     def of_roots(self, roots: Sequence[Tensor]) -> Reach | None:
         """What roots reach; None: it is not that simple."""
         owner: dict[Any, int] = {}
-        nodes, recvs, _ = walk(roots[0].grad_fn, 0, owner, SMALL)
+        nodes, reached, _ = walk(roots[0].grad_fn, 0, owner, SMALL)
+        recvs = dict.fromkeys(reached)
         for root in roots[1:]:
             more, found, _ = walk(root.grad_fn, 0, owner, SMALL)
             nodes |= more
-            recvs += found
+            recvs |= dict.fromkeys(found)
         if len(owner) > SMALL or not owner.keys().isdisjoint(self._owner):
             return None
         if nodes and self._are_joint(nodes):

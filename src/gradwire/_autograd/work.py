@@ -6,7 +6,7 @@ Knows nothing of messages or of the order in which segments are run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from itertools import islice
@@ -15,12 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from . import anomaly, engine
-from .actions import Piece, Plan
+from .actions import Piece, Plan, Slot
+from .actions import Run as PieceRun
 from .contexts import Context, add
 from .ddp import accumulating, is_joint, replicated
 from .engine import Job, Start
 from .gradients import keep, keep_accumulated, kept_so_far, look_at
-from .graph import Segment, cut
+from .graph import Edge, Recvs, Segment, cut, merge
 from .messages import ANOMALY, CREATE, QUIET
 from .nodes import Crossing, Gradients, Run, Send
 from .rounds import Record
@@ -51,7 +52,7 @@ class Work:
             )
             sends = {n: send for n, send in known if n not in ran}
             recvs = {n: recv for n, recv in recvs.items() if n not in gone}
-        roots = [root.grad_fn for root in start.roots]
+        roots = [(root.grad_fn, root.output_nr) for root in start.roots]
         self._context = context
         self._start = start
         self._flags = flags
@@ -61,8 +62,8 @@ class Work:
         self.wanted: list[Tensor | None] = [None] * len(start.wanted)
         self.plan = Plan(
             [_piece(segment) for segment in self._segments],
-            {number: send.crossing.worker for number, send in sends.items()},
-            {number: recv.crossing.worker for number, recv in recvs.items()},
+            _slots([send.crossing for send in sends.values()]),
+            _slots([recv.crossing for recv in recvs.values()]),
         )
 
     def has_roots(self, piece: int) -> bool:
@@ -72,39 +73,47 @@ class Work:
         """Whether a run of a piece is about to end when it comes to this recv."""
         return recv in self._segments[piece].last
 
-    def is_whole(self, piece: int, sends: Sequence[int]) -> bool:
-        """Whether these are all the sends of a piece."""
-        return len(sends) == len(self._segments[piece].sends)
+    def is_whole(self, run: PieceRun) -> bool:
+        """Whether a run begins at all that its piece begins at."""
+        sends = self._segments[run.piece].sends
+        return len(run.sends) == sum([send.count for send in sends])
 
-    def narrow(self, piece: int, sends: Sequence[int]) -> list[int]:
+    def narrow(self, piece: int, sends: Sequence[Slot]) -> list[Slot]:
         """Leave out the other sends of a piece; the recvs that are still reached."""
         with (
             self._lock
         ):  # two threads may come in either order: what is left out stays so
             whole = self._segments[piece]
             kept, parts = self._cut_to(whole, sends)
-            recvs = [recv for part in parts for recv in part.recvs]
+            recvs: Recvs = {}
+            for part in parts:
+                merge(recvs, part.recvs)
             leaves = {leaf for part in parts for leaf in part.leaves}
             ids = [recv.crossing.id for recv in recvs]
             last = {n: whole.last[n] for n in ids if n in whole.last}
             foreign = [recv for part in parts for recv in part.foreign]
             narrow = Segment(whole.roots, kept, leaves, recvs, last, foreign=foreign)
             self._segments[piece] = narrow
-        return ids
+        return _reached(parts)
 
-    def reach(self, piece: int, sends: Sequence[int]) -> list[int]:
+    def reach(self, piece: int, sends: Sequence[Slot]) -> list[Slot]:
         """The recvs that the roots of a piece reach, and these sends of it."""
         _, parts = self._cut_to(self._segments[piece], sends)
-        return [recv.crossing.id for part in parts for recv in part.recvs]
+        return _reached(parts)
 
     def _cut_to(
-        self, whole: Segment, sends: Sequence[int]
+        self, whole: Segment, sends: Sequence[Slot]
     ) -> tuple[list[Send], list[Segment]]:
         """These sends of a segment, and what it is with its roots and no others."""
-        kept = [send for send in whole.sends if send.crossing.id in sends]
+        slots: dict[int, list[int]] = {}
+        for number, index in sends:
+            slots.setdefault(number, []).append(index)
+        known = {send.crossing.id: send for send in whole.sends}
+        kept = [send.only(slots[n]) for n, send in known.items() if n in slots]
+        kept = [send for send in kept if send.count]
         return kept, self._cut(self._roots(whole), kept)
 
-    def _cut(self, roots: Sequence[Any], sends: Sequence[Send]) -> list[Segment]:
+    def _cut(self, roots: Sequence[Edge], sends: Sequence[Send]) -> list[Segment]:
         return cut(roots, sends, self._context.id, is_joint, replicated)
 
     def execute(
@@ -125,11 +134,12 @@ class Work:
 
     def _sources(self, piece: int) -> list[Any]:
         segment = self._segments[piece]
-        return [*self._roots(segment), *(send.node for send in segment.sends)]
+        roots = [node for node, _ in self._roots(segment)]
+        return [*roots, *(send.node for send in segment.sends)]
 
-    def _roots(self, segment: Segment) -> list[Any]:
-        """The nodes of a segment's roots."""
-        return [self._start.roots[index].grad_fn for index in segment.roots]
+    def _roots(self, segment: Segment) -> list[Edge]:
+        roots = [self._start.roots[index] for index in segment.roots]
+        return [(root.grad_fn, root.output_nr) for root in roots]
 
     def _execute(
         self, piece: int, run: Run, given: dict[int, Gradients] | None
@@ -165,7 +175,7 @@ class Work:
     def _keep_bare(self, segment: Segment, given: dict[int, Gradients]) -> bool:
         """Keep the gradients of leaves that were sent as they are; False: the engine is needed."""
         (send,) = segment.sends
-        nodes = [node for node, _ in send.node.next_functions]
+        nodes = [node for node, _ in send.edges]
         if (
             len(segment.leaves) < len(nodes)
             or self._start.wanted
@@ -174,7 +184,7 @@ class Work:
             or replicated(nodes)
         ):
             return False
-        gradients = list(given.pop(send.crossing.id))
+        gradients = list(send.pick(given.pop(send.crossing.id)))
         keep(self._context, look_at(nodes), gradients, self._flags)
         return True
 
@@ -186,9 +196,16 @@ def _is_hooked(segment: Segment) -> bool:
     )
 
 
+def _slots(crossings: Iterable[Crossing]) -> dict[Slot, int]:
+    """The tensors of these messages, and the workers at the other ends."""
+    return {(c.id, i): c.worker for c in crossings for i in range(c.count)}
+
+
 def _piece(segment: Segment) -> Piece:
-    return Piece(
-        tuple([send.crossing.id for send in segment.sends]),
-        tuple([recv.crossing.id for recv in segment.recvs]),
-        bool(segment.roots),
-    )
+    sends = [(s.crossing.id, i) for s in segment.sends for i in range(s.count)]
+    return Piece(tuple(sends), tuple(_reached([segment])), bool(segment.roots))
+
+
+def _reached(segments: Iterable[Segment]) -> list[Slot]:
+    recvs = [pair for segment in segments for pair in segment.recvs.items()]
+    return [(node.crossing.id, i) for node, indexes in recvs for i in sorted(indexes)]
