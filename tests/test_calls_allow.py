@@ -150,10 +150,10 @@ def test_whatever_name_is_sent_only_what_was_meant_is_run(
     runner = Runner(AllowList([served, max]), host=pytest.fail)
     args = (4, 5) if name == "builtins:max" else (4,)
     if NAMES[name] is None:
-        assert runner.run(Call(name, args, {}, None))
+        assert runner.run(0, Call(name, args, {}, None))
         return
     with pytest.raises(gw.NotAllowedError) as caught:
-        runner.run(Call(name, args, {}, None))
+        runner.run(0, Call(name, args, {}, None))
     assert str(caught.value) == f"{name!r} {NAMES[name]}"
 
 
@@ -163,14 +163,14 @@ def test_what_is_sent_instead_of_a_name_is_not_run(
 ) -> None:
     runner = Runner(AllowList([served, max]), host=pytest.fail)
     with pytest.raises(gw.NotAllowedError):
-        runner.run(Call(function, (1, 2), {}, None))
+        runner.run(0, Call(function, (1, 2), {}, None))
 
 
 def test_a_listed_name_may_be_underscored_or_imported(served: ModuleType) -> None:
     names = ["served:_private", "served:sqrt"]
     runner = Runner(AllowList(names), host=pytest.fail)
-    assert runner.run(Call("served:_private", (3,), {}, None)) == 3
-    assert runner.run(Call("served:sqrt", (9,), {}, None)) == 3
+    assert runner.run(0, Call("served:_private", (3,), {}, None)) == 3
+    assert runner.run(0, Call("served:sqrt", (9,), {}, None)) == 3
 
 
 def test_an_entry_that_names_nothing_is_refused() -> None:

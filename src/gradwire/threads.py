@@ -10,7 +10,9 @@ runs it itself, with no hand-over. What keeps this from getting stuck:
   milliseconds, which adds a thread. The monitor ticks only while there is work, and sleeps without
   end when there is none.
 
-`host` gives a task a thread of its own, outside the limit: for tasks that mostly wait.
+`host` gives a task a thread of its own, outside the limit: for tasks that mostly wait. Threads are
+used again, the last one first: OpenMP teams, caches and allocator arenas belong to threads. Below
+a task there are as few frames as can be, because anomaly mode formats each at every operation.
 
 Where the system has no thread to give ("can't start new thread"), nothing is lost: tasks stay in
 the queue, also those that should have a thread of their own, and the monitor tries again.
@@ -51,7 +53,7 @@ class Executor:
         self._queue: deque[Task] = deque()
         self._counted: set[int] = set()  # threads that take from the queue
         self._active = 0  # of those, the ones neither idle nor waiting
-        self._idle: list[Bell] = []
+        self._idle: list[_Thread] = []
         self._looks: list[Callable[[], None]] = []
         self._taken = 0
         self._closed = False
@@ -89,7 +91,13 @@ class Executor:
 
     def host(self, task: Task) -> None:
         """Run `task` at once in a thread of its own; if there is none to be had, soon."""
-        if not self.start(lambda: _run(task), "host"):
+        with self._lock:
+            thread = self._idle.pop() if self._idle and not self._closed else None
+            if thread is not None:
+                thread.given = task
+        if thread is not None:
+            thread.bell.ring()
+        elif not self.start(task, "host"):
             self.submit(task)
 
     def call_at(self, when: float, task: Task) -> None:
@@ -133,8 +141,8 @@ class Executor:
             self._closed = True
             self._queue.clear()
             idle, self._idle = self._idle, []
-        for bell in idle:
-            bell.ring()
+        for thread in idle:
+            thread.bell.ring()
         self._monitor.close()
 
     def join(self, timeout: float) -> bool:
@@ -163,18 +171,20 @@ class Executor:
             if self._closed:
                 return
             self._active += 1
-            bell = self._idle.pop() if self._idle else None
-        if bell is not None:
-            bell.ring()
-        elif not self.start(self._work, "work"):
+            thread = self._idle.pop() if self._idle else None
+            if thread is not None:
+                thread.is_active = True
+        if thread is not None:
+            thread.bell.ring()
+        elif not self.start(None, "work"):
             with self._lock:
                 self._active -= 1
             self._monitor.wake()  # it tries again
 
-    def start(self, target: Task, role: str) -> bool:
-        """Start a thread; False if there is none to be had, for now."""
+    def start(self, task: Task | None, role: str) -> bool:
+        """Start a thread for a task, or for the queue; False if there is none, for now."""
         try:
-            self._start(target, role)
+            self._start(task, role)
         except RuntimeError as error:
             if self._closed:  # Python refuses at its end, too
                 return False
@@ -185,17 +195,10 @@ class Executor:
             return False
         return True
 
-    def _start(self, target: Task, role: str) -> None:
-        def run() -> None:
-            try:
-                if self._on_thread is not None:
-                    _run(self._on_thread)
-                target()
-            finally:
-                self._threads.discard(threading.current_thread())
-
-        name = f"gradwire-{self._name}-{role}-{next(self._numbers)}"
-        thread = threading.Thread(target=run, name=name, daemon=True)
+    def _start(self, task: Task | None, role: str) -> None:
+        thread = _Thread(
+            self, task, f"gradwire-{self._name}-{role}-{next(self._numbers)}"
+        )
         with self._starting:
             try:
                 self._threads.add(thread)
@@ -204,41 +207,81 @@ class Executor:
                 if thread.ident is None:  # Ctrl-C came before it began
                     self._threads.discard(thread)
 
-    def _work(self) -> None:
-        ident = threading.get_ident()
-        self._counted.add(ident)
-        bell = Bell()
-        try:
-            while not self._closed:
+    def _next(self, thread: _Thread) -> Task | None:
+        """What a thread is to do now; sleeps while there is nothing. None: end."""
+        while thread.given is None:
+            if self._closed:
+                return None
+            if thread.is_active:
+                self._counted.add(thread.number)
                 try:
                     task = self._queue.popleft()
                 except IndexError:
-                    if not self._rest(bell):
-                        return
-                    continue
-                self._taken += 1
-                _run(task)
-                del task  # what it holds must not live until the next one
-        finally:
-            self._counted.discard(ident)
+                    self._counted.discard(thread.number)
+                else:
+                    self._taken += 1
+                    return task
+            if not self._rest(thread):
+                return None
+        task, thread.given = thread.given, None
+        return task
 
-    def _rest(self, bell: Bell) -> bool:
+    def _rest(self, thread: _Thread) -> bool:
         """Sleep until there is work; False when it is time to go."""
         with self._lock:
-            self._active -= 1
-            if self._queue and not self._closed:
-                self._active += 1
-                return True
+            if thread.is_active:
+                thread.is_active = False
+                self._active -= 1
             if self._closed:
                 return False
-            self._idle.append(bell)
-        if bell.wait(_IDLE):
+            if self._queue and not self._active:  # put in just now
+                thread.is_active = True
+                self._active += 1
+                return True
+            self._idle.append(thread)
+        if thread.bell.wait(_IDLE):
             return True
         with self._lock:
-            if bell in self._idle:
-                self._idle.remove(bell)
+            if thread in self._idle:
+                self._idle.remove(thread)
                 return False
-        return bell.wait(None)  # rung just now: the work is ours
+        return thread.bell.wait(None)  # rung just now: the work is ours
+
+    def _ended(self, thread: _Thread) -> None:
+        self._counted.discard(thread.number)
+        self._threads.discard(thread)
+
+
+class _Thread(threading.Thread):
+    """A thread of an executor. The task it begins with is its own; without, it is active."""
+
+    def __init__(self, executor: Executor, task: Task | None, name: str) -> None:
+        super().__init__(name=name, daemon=True)
+        self.bell = Bell()
+        self.given = task
+        self.is_active = task is None
+        self.number = 0
+        self._executor = executor
+
+    def run(self) -> None:
+        executor = self._executor
+        self.number = threading.get_ident()
+        try:
+            if executor._on_thread is not None:
+                _run(executor._on_thread)
+            while True:
+                task = executor._next(self)
+                if task is None:
+                    return
+                try:
+                    task()
+                except (
+                    BaseException
+                ):  # a thread that died of it would be counted for ever
+                    log.exception("a task of gradwire failed")
+                del task  # what it holds must not live until the next one
+        finally:
+            executor._ended(self)
 
 
 class ShorterTurns:

@@ -96,7 +96,7 @@ class Agent:
         self._transport = transport
         self._codec = codec
         self._runner = runner
-        self._handlers: dict[type, Handler] = {Call: self._run_call}
+        self._handlers: dict[type, Handler] = {Call: runner.run}
         self._patient: set[type] = set()
         self._in_context: InContext = _run_anyway
         self._end_context: EndContext = _ignore
@@ -238,7 +238,25 @@ class Agent:
             raise ProtocolError(f"worker {sender} is not known here")
         if not peer.is_new(frame.call):
             return
-        parcel = self._run(peer, frame, respond)
+        self.run_count += 1
+        if self.before_each is not None:
+            self.before_each()
+        message = value = None
+        try:
+            message = self._codec.open(frame, sender)
+            frame.area = None
+            if frame.waits:
+                after(frame, message)
+            handler = self._handlers[type(message)]
+            if frame.context is None:
+                value = handler(sender, message)
+            else:
+                value = self._in_context(frame.context, handler, sender, message)
+        except BaseException as error:  # noqa: BLE001 user code
+            parcel: Parcel | None = self._codec.failure(error, peer.manner)
+        else:
+            parcel = self._response(peer, message, value, frame.context, respond)
+        message = value = None  # their memory is free before the response goes
         if parcel is not None and not self._closed:
             respond(parcel)  # if closed, that we have left is the answer
         if frame.over:  # whoever asked need not wait for that
@@ -250,38 +268,12 @@ class Agent:
         if peer is not None:
             self.caller.complete(peer, frame)
 
-    def _run(self, peer: Peer, frame: Frame, respond: Respond) -> Parcel | None:
-        """The response to a request; None if it will be sent later.
-
-        The message is let go of at the end of this, so its memory is free before the response goes.
-        """
-        self.run_count += 1
-        if self.before_each is not None:
-            self.before_each()
-        try:
-            message = self._codec.open(frame, peer.id)
-            frame.area = None
-            if frame.waits:
-                after(frame, message)
-            handler = self._handlers[type(message)]
-            if frame.context is None:
-                value = handler(peer.id, message)
-            else:
-                value = self._in_context(frame.context, handler, peer.id, message)
-        except BaseException as error:  # noqa: BLE001 user code
-            return self._codec.failure(error, peer.manner)
+    def _response(
+        self, peer: Peer, message: Any, value: Any, context: Any, respond: Respond
+    ) -> Parcel | None:
+        """The response to a request; None if the thread that completes a future will send it."""
         if type(value) is not Later:
-            return self._result(peer, message, value, frame.context)
-        self._respond_later(peer, message, frame.context, value, respond)
-        return None
-
-    def _run_call(self, sender: int, call: Call) -> Any:
-        return self._runner.run(call)
-
-    def _respond_later(
-        self, peer: Peer, message: Any, context: Any, value: Later, respond: Respond
-    ) -> None:
-        """Have the thread that completes a future send the response."""
+            return self._result(peer, message, value, context)
 
         def finished(future: Any) -> None:
             try:
@@ -294,6 +286,7 @@ class Agent:
         value.future.add_done_callback(finished)
         if value.begin is not None:
             value.begin()
+        return None
 
     def _result(self, peer: Peer, message: Any, value: Any, context: Any) -> Parcel:
         if type(value) is Failed:

@@ -41,20 +41,15 @@ class Runner:
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around a wait: the thread does not count meanwhile."""
 
-    def run(self, call: Call) -> Any:
-        """What the function returns; `Later` if it is asynchronous.
+    def run(self, sender: int, call: Call) -> Any:
+        """What the function returns that a worker asks for; `Later` if it is asynchronous.
 
         Raises:
             Exception: what it raises.
             NotAllowedError: it is not on the allow-list.
             LookupError: there is no such function here.
         """
-        function = call.function
-        if self._allow is not None:
-            function = _find_allowed(self._allow, function)
-        elif type(function) is str:
-            function = resolve(function)
-        return self.run_function(function, call)
+        return self.run_function(self.find(call.function), call)
 
     def run_method(self, value: Any, call: Call) -> Any:
         """What a method of an object returns; the call has its name.
@@ -62,13 +57,14 @@ class Runner:
         Raises:
             AttributeError: there is none.
         """
+        method = self._find_method(value, call.function)
         turns = turns_of(value)
         if turns is None:
-            return self._run_method(value, call)
+            return self.run_function(method, call)
         turns.take(self.waiting)
         result = None
         try:
-            result = self._run_method(value, call)
+            result = self.run_function(method, call)
         finally:
             if type(result) is not Later:
                 turns.end()
@@ -76,24 +72,40 @@ class Runner:
             result.future.add_done_callback(lambda _: turns.end())
         return result
 
-    def _run_method(self, value: Any, call: Call) -> Any:
-        method = call.function
+    def run_function(self, function: Any, call: Call) -> Any:
+        """What a function returns for the arguments of a call, in its modes.
+
+        The frame right below the user's: anomaly mode formats all of them at each operation.
+        """
+        try:
+            if call.modes is None:
+                value = function(*call.args, **call.kwargs)
+            else:
+                with torch_modes.applied(call.modes):
+                    value = function(*call.args, **call.kwargs)
+            return self.returned(function, call, value)
+        except Exception as error:
+            self.raised(function, error)
+            raise
+
+    def find(self, function: Any) -> Any:
+        """The function that was named, or is here itself."""
+        if self._allow is not None:
+            return _find_allowed(self._allow, function)
+        return resolve(function) if type(function) is str else function
+
+    def _find_method(self, value: Any, method: str) -> Any:
         if self._allow is None:
-            return self.run_function(getattr(value, method), call)
+            return getattr(value, method)
         kind = type(value)
         name = f"{kind.__module__}:{kind.__qualname__}.{method}"
         self._allow.check(name)
         function = getattr(value, method)
         self._allow.check_resolved(name, function)
-        return self.run_function(function, call)
+        return function
 
-    def run_function(self, function: Any, call: Call) -> Any:
-        """What a function returns for the arguments of a call, in its modes."""
-        if call.modes is None:
-            value = function(*call.args, **call.kwargs)
-        else:
-            with torch_modes.applied(call.modes):
-                value = function(*call.args, **call.kwargs)
+    def returned(self, function: Any, call: Call, value: Any) -> Any:
+        """What is to be sent of what a function returned."""
         if type(value) is types.CoroutineType:
             steps = (
                 value if call.modes is None else torch_modes.carried(value, call.modes)
@@ -107,6 +119,9 @@ class Runner:
                 )
             return Later(value)
         return value
+
+    def raised(self, function: Any, error: Exception) -> None:
+        """A function raised this. To have the caller get another error, raise that."""
 
     def close(self) -> None:
         self._loops.close()

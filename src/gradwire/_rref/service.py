@@ -263,7 +263,7 @@ class References:
             if of:
                 value = self._runner.run_method(self._target(of), message)
             else:
-                value = self._runner.run(message)
+                value = self._runner.run(sender, message)
         except BaseException as error:  # noqa: BLE001 user code
             owned.fail(error)
             return owned

@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from ..._rpc.async_execution import is_async_execution
+from ..._rpc.async_execution import async_execution, is_async_execution
 from .. import state
 from .internal import RPCExecMode, _build_rpc_profiling_key
 from .scripts import profiled_name
@@ -183,15 +181,25 @@ class ServerProfile(profiler_legacy.profile):
         self.function_events._tree_built = True  # by each of them
 
 
-def for_this_process() -> AbstractContextManager[object]:
-    """What is done in the block is seen by the profilers of this process."""
-    return _served() if _servers and not is_on() else nullcontext()
+def for_this_process(function: Any) -> Any:
+    """A function whose calls are seen by the profilers of this process."""
+    return _Seen(function) if _servers and not is_on() else function
 
 
-@contextmanager
-def _served() -> Iterator[None]:
-    profile: Any = profiler_legacy.profile()
-    with profile:
-        yield
-    for server in _servers:
-        server.process_global_function_events.append(list(profile.function_events))
+def unwrapped(function: Any) -> Any:
+    """What `for_this_process` was given."""
+    return function.function if type(function) is _Seen else function
+
+
+class _Seen:
+    def __init__(self, function: Any) -> None:
+        self.function = function
+        if is_async_execution(function):
+            async_execution(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with profiler_legacy.profile() as profile:
+            value = self.function(*args, **kwargs)
+        for server in _servers:
+            server.process_global_function_events.append(list(profile.function_events))
+        return value

@@ -11,7 +11,6 @@ import torch
 
 from ..._rpc.async_execution import is_async_execution
 from ..._rpc.runner import Runner
-from ..._wire.functions import resolve
 from ..._wire.messages import Call
 from ...api import current_worker
 from .. import state
@@ -27,40 +26,38 @@ class TorchRunner(Runner):
 
     _is_ready = False
 
-    def run(self, call: Call) -> Any:
+    def find(self, function: Any) -> Any:
         if not self._is_ready:
             self._is_ready = state.started.wait(_START)
-        function = call.function
-        if isinstance(function, str):
-            try:
-                function = resolve(function)
-            except LookupError as error:
-                raise RuntimeError(
-                    f"{error}. Default RPC pickler does not serialize function code. "
-                    "Ensure that UDFs are defined on both caller and callee modules."
-                ) from error
-        return self.run_function(function, call)
-
-    def run_function(self, function: Any, call: Call) -> Any:
         try:
-            with profiling.for_this_process():
-                value = super().run_function(_prepared(function), call)
-            if is_scripted(function):
-                return shared(value)
-            if isinstance(value, torch.Future):
-                raise RuntimeError("Can not pickle torch.futures.Future")
-        except Exception as error:
-            _tell(error)
-            _check_copy(error)
-            if isinstance(error, torch.jit.Error):  # which cannot be sent
-                raise RuntimeError(str(error)) from error
-            if type(error) is TypeError and builtin_name(function):
-                raise RuntimeError(
-                    "Overloaded torch operator invoked from Python failed to match any "
-                    f"schema: {error}"
-                ) from error
-            raise
+            return _prepared(super().find(function))
+        except LookupError as error:
+            raise RuntimeError(
+                f"{error}. Default RPC pickler does not serialize function code. "
+                "Ensure that UDFs are defined on both caller and callee modules."
+            ) from error
+
+    def _find_method(self, value: Any, method: str) -> Any:
+        return _prepared(super()._find_method(value, method))
+
+    def returned(self, function: Any, call: Call, value: Any) -> Any:
+        value = super().returned(function, call, value)
+        if is_scripted(profiling.unwrapped(function)):
+            return shared(value)
+        if isinstance(value, torch.Future):
+            raise RuntimeError("Can not pickle torch.futures.Future")
         return value
+
+    def raised(self, function: Any, error: Exception) -> None:
+        _tell(error)
+        _check_copy(error)
+        if isinstance(error, torch.jit.Error):  # which cannot be sent
+            raise RuntimeError(str(error)) from error
+        if type(error) is TypeError and builtin_name(profiling.unwrapped(function)):
+            raise RuntimeError(
+                "Overloaded torch operator invoked from Python failed to match any "
+                f"schema: {error}"
+            ) from error
 
 
 class _Asynchronous:
@@ -87,7 +84,9 @@ class _Asynchronous:
 
 
 def _prepared(function: Any) -> Any:
-    return _Asynchronous(function) if is_async_execution(function) else function
+    if is_async_execution(function):
+        function = _Asynchronous(function)
+    return profiling.for_this_process(function)
 
 
 def _check_copy(error: Exception) -> None:
