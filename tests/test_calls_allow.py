@@ -14,7 +14,7 @@ import gradwire as gw
 from calls_world import Boom, boom, whoami
 from carrying import Codec
 from gradwire._rpc.allow import AllowList
-from gradwire._rpc.runner import Runner
+from gradwire._rpc.function_runner import Runner
 from gradwire._wire.codec import Manner
 from gradwire._wire.frames import Limits
 from gradwire._wire.messages import Call

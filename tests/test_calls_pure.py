@@ -12,7 +12,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from gradwire import Options, WorkerInfo, WorkerLostError
 from gradwire._rpc.calls import CallsInFlight, Pending, Seen
-from gradwire._rpc.gatherings import Gatherings
+from gradwire._rpc.collectives import Gatherings
 from gradwire._rpc.members import Members
 from gradwire._transport.base import Card
 from gradwire.events import Event

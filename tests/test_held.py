@@ -9,7 +9,7 @@ import torch
 from gradwire import WorkerLostError
 from gradwire._rpc.calls import Pending
 from gradwire._rpc.deferred_requests import Held, HeldBack
-from gradwire._rpc.peers import Peer
+from gradwire._rpc.members import Peer
 from gradwire._transport.base import Card
 from gradwire._wire.frames import Parcel
 from gradwire.threads import Bell, Executor

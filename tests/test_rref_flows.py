@@ -769,7 +769,7 @@ def test_a_reply_is_waited_for_while_its_call_is_under_way(posted: PostedWorld) 
     future = gw.rpc_async("worker2", make_at, ("worker1", "patient"))
     see(lambda: posted.post.waits(-CALL))
     # Long enough for the sender to ask, and be told that it may still come.
-    see(lambda: posted[2].references.custody._expected)
+    see(lambda: posted[2].references.held_forks._expected)
     assert not ended["patient"]
     posted.post.release()
     assert future.wait().to_here() == "patient"

@@ -1,9 +1,10 @@
 """The books about references: by themselves, and in simulated worlds.
 
 A simulated world is the protocol in one place: workers with the real books and, around them, the
-least of a driver (estate, custody, janitor, carriage and service without locks, threads and
-clocks). What they say to each other lies in one bag, from which anything may be delivered next,
-lost, or repeated; time-outs happen whenever hypothesis says so, and workers die. At each step:
+least of a driver (owned_values, held_forks, notifier, serialization and service without locks,
+threads and clocks). What they say to each other lies in one bag, from which anything may be
+delivered next, lost, or repeated; time-outs happen whenever hypothesis says so, and workers die. At
+each step:
 
 *   What a living worker has a good handle to is there, and its owner counts that worker in.
 *   No fork is counted after its end (G1), and no value comes back after its end (G2).
@@ -29,6 +30,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from gradwire._rref.held_forks import Outbox
 from gradwire._rref.ledger import Holding, OwnerLedger, Transit, UserLedger
 from gradwire._rref.messages import (
     Adopt,
@@ -39,7 +41,6 @@ from gradwire._rref.messages import (
     number_of,
     spell,
 )
-from gradwire._rref.outbox import Outbox
 
 # Numbers
 
@@ -398,14 +399,14 @@ class Sim:
         self.user = UserLedger(me)
         self.outbox = Outbox()
         self.gone: set[int] = set()
-        # Estate
+        # OwnedValues
         self.numbers = itertools.count(1)
         self.kept: set[int] = set()
         self.awaited: set[int] = set()
         self.made: set[int] = set()
         self.ended_values: set[int] = set()
         self.ended_forks: set[int] = set()
-        # Custody, janitor
+        # HeldForks, notifier
         self.dropped: list[tuple[int, int]] = []
         self.doubts: set[int] = set()
         self.asked: dict[int, Asked] = {}
@@ -416,7 +417,7 @@ class Sim:
         self.handles: list[Handle] = []
         self.arrivals: list[Arrival] = []
 
-    # Estate: the values of this worker
+    # OwnedValues: the values of this worker
 
     def is_here(self, value: int) -> bool:
         """Whether a value is referred to: by the books, by a handle, by the call that makes it."""
@@ -471,7 +472,7 @@ class Sim:
             self.awaited.discard(value)
             self.release([(value, value)])
 
-    # Carriage: references leave and come
+    # ReferenceCarrier: references leave and come
 
     def load(self, handle: Handle, to: int, *, is_reply: bool) -> Ref:
         owner, value, parent = handle.holding
@@ -636,7 +637,7 @@ class Sim:
             self.world.not_made.add((owner, value))
             self.outbox.add_failed(owner, value, "no answer")
 
-    # Custody and janitor: what is said in its own time
+    # HeldForks and notifier: what is said in its own time
 
     def settle(self, token: int, arrived: bool) -> None:
         self.doubts.discard(token)

@@ -156,8 +156,10 @@ def test_parts_say_in_repr_what_they_keep(plain: World) -> None:
     rref.to_here()
     said = repr(plain[0].references)
     assert "References of worker0" in said
-    assert "Custody of 1 forks" in said
-    assert "Estate of worker1: 1 values held by others" in repr(plain[1].references)
+    assert "HeldForks of 1 forks" in said
+    assert "OwnedValues of worker1: 1 values held by others" in repr(
+        plain[1].references
+    )
     assert repr(rref.rpc_sync()).startswith("<Proxy of ")
 
 

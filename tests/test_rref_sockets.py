@@ -394,12 +394,12 @@ def _entries(worker: gw.Worker) -> int:
     """The size of all tables that are about references."""
     references = worker.references
     parts = (
-        references.custody,
-        references.custody._ledger,
-        references.custody._outbox,
-        references.estate,
-        references.estate._ledger,
-        references.janitor,
+        references.held_forks,
+        references.held_forks._ledger,
+        references.held_forks._outbox,
+        references.owned_values,
+        references.owned_values._ledger,
+        references.notifier,
     )
     return sum(map(_sizes, parts))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from ._rpc import encoding as _encoding
+from ._rpc import caller as _caller
 
 __all__ = ["disable", "enable"]
 
@@ -31,7 +31,7 @@ def enable() -> None:
             f"({error}): call rpc_sync and the others from Python"
         ) from error
     hooks.install(OWN)
-    _encoding.check_scripted = arguments.check_arguments
+    _caller.check_scripted = arguments.check_arguments
 
 
 def disable() -> None:
@@ -40,4 +40,4 @@ def disable() -> None:
     from ._script.own import OWN
 
     hooks.uninstall(OWN)
-    _encoding.check_scripted = None
+    _caller.check_scripted = None

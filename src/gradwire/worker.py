@@ -19,10 +19,10 @@ from ._autograd.service import Autograd
 from ._rpc.agent import Agent
 from ._rpc.allow import AllowList
 from ._rpc.collectives import Collectives
+from ._rpc.function_runner import Runner
 from ._rpc.futures import CallFuture
 from ._rpc.interceptors import InterceptedCodec
 from ._rpc.messages import GREETING, Greeting
-from ._rpc.runner import Runner
 from ._rref.reference import RRef
 from ._rref.service import References
 from ._transport.base import Card, Transport
@@ -120,7 +120,7 @@ class Worker:
             timeout=options.timeout,
             kind=kinds.reference,
         )
-        self._codec.carry((RRef, kinds.reference), self.references.carriage)
+        self._codec.carry((RRef, kinds.reference), self.references.carrier)
         self.autograd = Autograd(
             self._agent, self._executor, pickles=options.allow is None
         )

@@ -24,14 +24,11 @@ from ..ids import WorkerInfo
 from ..options import Options
 from ..threads import Executor
 from . import torch_modes
-from .caller import Caller
-from .encoding import prepare
-from .ends import after
+from .caller import Caller, after, prepare
+from .function_runner import Later, Runner
 from .futures import CallFuture, Failed
 from .interceptors import InterceptedCodec
-from .members import Members
-from .peers import Peer
-from .runner import Later, Runner
+from .members import Members, Peer
 
 log = logging.getLogger("gradwire")
 

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._transport.base import Transport
+from torch.jit import ScriptFunction
+
+from .._transport.base import NotConnected, Transport
 from .._wire.failures import revive_failure
-from .._wire.frames import Frame, Parcel
+from .._wire.frames import Frame, Freight, Parcel
 from .._wire.functions import describe
 from .._wire.messages import RESULT, Call, Failure
 from ..errors import (
@@ -25,12 +27,12 @@ from ..errors import (
 )
 from ..options import Options, check_timeout
 from ..threads import Bell, Executor
+from . import torch_modes
 from .calls import CallsInFlight, Pending
 from .deferred_requests import Held, HeldBack
-from .ends import account, after, fail, too_late, why_not_connected
 from .futures import CallFuture, Fate, fresh_copy, settle
 from .interceptors import InterceptedCodec
-from .peers import Peer
+from .members import Peer
 
 _MARGIN = 0.05  # seconds before the end of a call when it stops to connect
 _FOR_EVER = float("inf")
@@ -386,3 +388,72 @@ class Caller:
         if type(message) is Failure:
             raise revive_failure(message, peer.name)
         return message.value
+
+
+def after(frame: Frame, value: Any) -> Any:
+    """The value of a frame, when all that has to come before is done."""
+    for wait in frame.waits:
+        wait.wait()
+    return value
+
+
+def account(freights: Iterable[Freight], *, arrived: bool) -> None:
+    """Tell those who keep books what became of a request."""
+    for freight in freights:
+        if arrived:
+            freight.delivered()
+        else:
+            freight.in_doubt()
+
+
+def fail(pending: Pending, error: Exception) -> None:
+    """No answer came."""
+    account(pending.freight, arrived=False)
+    pending.answer.set_exception(error)
+
+
+def why_not_connected(error: TimeoutError) -> str:
+    """What kept a request from being sent; nothing, if it was."""
+    return str(error) if isinstance(error, NotConnected) else ""
+
+
+def too_late(
+    pending: Pending, kind: type[CallTimeout], reason: str = ""
+) -> CallTimeout:
+    """What a call ends with that was not answered in time."""
+    fate = pending.answer.fate
+    return kind(describe(fate.what), fate.worker, pending.timeout, reason)
+
+
+check_scripted: Callable[[Any, Any, Any], None] | None = None
+"""Sees that a scripted function takes its arguments, where scripts may make calls (`script.py`)."""
+
+
+def prepare(
+    func: Any,
+    args: Any,
+    kwargs: Any,
+    kind: type[Call] = Call,
+    ids: tuple[int, ...] = (),
+) -> Call:
+    """A user's call, checked, with this thread's modes.
+
+    Raises:
+        TypeError: naming what cannot be called or passed.
+        RuntimeError: a scripted function does not take these arguments.
+    """
+    if not callable(func):
+        raise TypeError(f"{func!r} cannot be called: give a function")
+    if type(args) is not tuple:
+        if args is not None and not isinstance(args, (tuple, list)):
+            raise TypeError(f"args={args!r}: give a tuple, such as args=(x,)")
+        args = tuple(args or ())
+    if kwargs is None:
+        kwargs = {}
+    elif isinstance(kwargs, dict):
+        kwargs = dict(kwargs)
+    else:
+        raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
+    if check_scripted is not None and type(func) is ScriptFunction:
+        check_scripted(func, args, kwargs)
+    return kind(func, args, kwargs, torch_modes.capture(), ids)

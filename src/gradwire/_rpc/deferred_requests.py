@@ -15,7 +15,7 @@ from typing import NamedTuple
 from .._wire.frames import Parcel
 from ..threads import Executor
 from .calls import Pending
-from .peers import Peer
+from .members import Peer
 
 _HOLD = 0.01
 _CONVINCING = 3

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .held_forks import Custody
+from .held_forks import HeldForks
 from .ledger import Holding
 from .messages import spell
-from .owned_values import Estate
+from .owned_values import OwnedValues
 
 _MOST_NAMED = 10
 
@@ -26,14 +26,16 @@ def describe_held(held: Mapping[Holding, str], name: Name) -> str:
     return "; ".join(first) + more
 
 
-def debug_info(estate: Estate, custody: Custody, name: Name) -> dict[str, Any]:
+def debug_info(
+    owned_values: OwnedValues, held_forks: HeldForks, name: Name
+) -> dict[str, Any]:
     """Values owned and who holds them, references held, and references on their way."""
-    owned = estate.info()
+    owned = owned_values.info()
     for value in owned:
         value["holders"] = sorted({name(h) for h in value["forks"].values()})
     held = [
         {"value": spell(h.value), "owner": name(h.owner), "made_at": made_at}
-        for h, made_at in sorted(custody.holdings().items())
+        for h, made_at in sorted(held_forks.holdings().items())
     ]
     on_their_way = [
         {
@@ -41,6 +43,6 @@ def debug_info(estate: Estate, custody: Custody, name: Name) -> dict[str, Any]:
             "owner": name(t.child.owner),
             "to": name(t.to),
         }
-        for t in custody.transits()
+        for t in held_forks.transits()
     ]
     return {"owned": owned, "held": held, "on_their_way": on_their_way}

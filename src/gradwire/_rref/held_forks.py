@@ -10,19 +10,87 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from queue import SimpleQueue
+from typing import Any
 
+from .._rpc.futures import CallFuture
 from ..ids import WorkerInfo
-from .fork import Fork
 from .ledger import Holding, Transit, UserLedger
 from .messages import Notes
-from .outbox import Outbox
-from .owned_values import Estate
+from .owned_values import OwnedValues
+
+
+class Creation(CallFuture):
+    """The answer to the call that makes a value; tells if there will be none."""
+
+    def __init__(
+        self,
+        failed: Callable[[Exception], None],
+        explain: Callable[[Exception], Exception],
+        *args: Any,
+    ) -> None:
+        super().__init__(*args)
+        self._failed = failed
+        self._explain = explain
+
+    def set_exception(self, result: Exception) -> None:
+        super().set_exception(self._explain(result))
+        self._failed(result)
+
+
+class Fork:
+    """This worker's hold on a value of another."""
+
+    __slots__ = ("_let_go", "creation", "holding", "owner")
+
+    def __init__(
+        self,
+        holding: Holding,
+        owner: WorkerInfo,
+        let_go: Callable[[tuple[int, int]], None],
+    ) -> None:
+        self.holding = holding
+        self.owner = owner
+        self.creation: CallFuture | None = None
+        """The call that makes the value, until it is known to have been made."""
+        self._let_go = let_go
+
+    def __del__(self) -> None:
+        # From any thread, in the middle of anything: this must take no lock.
+        self._let_go((self.holding.owner, self.holding.fork))
+
+    @property
+    def id(self) -> int:
+        return self.holding.value
+
+    @property
+    def is_confirmed(self) -> bool:
+        """Whether the owner has the value.
+
+        Raises:
+            Exception: why it will not have it.
+        """
+        creation = self.creation  # another thread may be here too
+        if creation is not None:
+            if not creation.done():
+                return False
+            creation.value()
+            self.creation = None
+        return True
+
+    @property
+    def state(self) -> str:
+        try:
+            return "confirmed" if self.is_confirmed else "pending"
+        except Exception as error:  # noqa: BLE001 whatever the creating call met with
+            return f"failed: {type(error).__name__}"
+
 
 PATIENCE = 10.0  # seconds before the receiver of a reply is asked what became of it
 
 
-class Custody:
+class HeldForks:
     """References in the hands of one worker.
 
     Handles end anywhere, also while a lock is held, because Python's garbage collector runs
@@ -30,12 +98,12 @@ class Custody:
     None in it means that there is something to say.
     """
 
-    def __init__(self, me: int, estate: Estate) -> None:
+    def __init__(self, me: int, owned_values: OwnedValues) -> None:
         self.events: SimpleQueue[tuple[int, int] | None] = SimpleQueue()
         self.watch: Callable[[], None] = lambda: None
         """Sees to it that the queue is read (`notifier.py`)."""
         self._me = me
-        self._estate = estate
+        self._owned_values = owned_values
         self._lock = threading.Lock()
         self._ledger = UserLedger(me)
         self._outbox = Outbox()
@@ -44,7 +112,7 @@ class Custody:
         self._gone: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<Custody of {len(self._ledger)} forks>"
+        return f"<HeldForks of {len(self._ledger)} forks>"
 
     def new_fork(self, owner: int) -> int:
         with self._lock:
@@ -146,7 +214,7 @@ class Custody:
             self._expected.intersection_update(self._ledger.transits())
         self._release(over)
 
-    # For the janitor
+    # For the notifier
 
     def take_notes(self) -> dict[int, Notes]:
         with self._lock:
@@ -194,10 +262,47 @@ class Custody:
     def _release(self, holdings: list[Holding]) -> None:
         own = [(h.value, h.fork) for h in holdings if h.owner == self._me]
         if own:
-            self._estate.release(own)
+            self._owned_values.release(own)
         others = [h for h in holdings if h.owner != self._me]
         if others:
             with self._lock:
                 for holding in others:
                     self._outbox.add_released(holding)
             self.wake()
+
+
+@dataclass(slots=True)
+class Outbox:
+    """What is still to be said, by worker."""
+
+    _waiting: dict[int, Notes] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def add_released(self, holding: Holding) -> None:
+        self._for(holding.owner).released.append((holding.value, holding.fork))
+
+    def add_received(self, sender: int, token: int) -> None:
+        self._for(sender).received.append(token)
+
+    def add_failed(self, owner: int, value: int, why: str) -> None:
+        self._for(owner).failed.append((value, why))
+
+    def take(self) -> dict[int, Notes]:
+        """What is to be said now."""
+        taken, self._waiting = self._waiting, {}
+        return taken
+
+    def put_back(self, worker: int, notes: Notes) -> None:
+        """It was not answered."""
+        again = self._for(worker)
+        again.released.extend(notes.released)
+        again.received.extend(notes.received)
+        again.failed.extend(notes.failed)
+
+    def worker_gone(self, worker: int) -> None:
+        self._waiting.pop(worker, None)
+
+    def _for(self, worker: int) -> Notes:
+        return self._waiting.setdefault(worker, Notes([], [], []))

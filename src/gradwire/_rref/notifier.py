@@ -1,6 +1,6 @@
 """Says what is to be said about references: gathers notes for a moment, sends, sends again.
 
-One thread, started with the first reference, which reads what `Custody` puts into its queue.
+One thread, started with the first reference, which reads what `HeldForks` puts into its queue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from queue import Empty
 from .._rpc.agent import Agent
 from .._rpc.futures import CallFuture
 from ..errors import CallTimeout, GradwireError
-from .held_forks import Custody
+from .held_forks import HeldForks
 from .messages import Notes, Recall
 
 _GATHER = 0.03  # seconds that notes may wait for others
@@ -21,26 +21,26 @@ _RETRY = 2.0  # seconds without an answer before it is said again
 _LOOK = 0.25  # seconds between looks at what is unanswered
 
 
-class Janitor:
+class Notifier:
     """Tidies up behind the references of one worker."""
 
     def __init__(
         self,
         agent: Agent,
-        custody: Custody,
+        held_forks: HeldForks,
         host: Callable[[Callable[[], object]], None],
     ) -> None:
         self.said = 0  # notes ever sent
         self._agent = agent
-        self._custody = custody
+        self._held_forks = held_forks
         self._host = host
-        self._queue = custody.events
+        self._queue = held_forks.events
         self._notes: list[tuple[int, Notes, CallFuture]] = []
         self._recalls: list[tuple[int, CallFuture]] = []
         self._tidying = threading.Lock()
         self._started = threading.Lock()
         self._stop = threading.Event()
-        custody.watch = self.start
+        held_forks.watch = self.start
 
     def start(self) -> None:
         """Have a thread, if there is none yet."""
@@ -51,15 +51,15 @@ class Janitor:
         """Say all there is to say now; ask about all that is in doubt until then."""
         with self._tidying:
             self._look_at_answers()
-            self._custody.handles_dropped(self._take_dropped())
-            for worker, notes in self._custody.take_notes().items():
+            self._held_forks.handles_dropped(self._take_dropped())
+            for worker, notes in self._held_forks.take_notes().items():
                 self._send_notes(worker, notes)
             until = ask_until or time.monotonic()
-            for token, transit in self._custody.take_doubts(until).items():
+            for token, transit in self._held_forks.take_doubts(until).items():
                 recall = Recall(transit.child.owner, transit.child.fork, token)
                 answer = self._request(transit.to, recall)
                 if answer is None:
-                    self._custody.child_settled(token, arrived=False)
+                    self._held_forks.child_settled(token, arrived=False)
                 else:
                     self._recalls.append((token, answer))
 
@@ -92,7 +92,7 @@ class Janitor:
             self._queue.put(item)
 
     def _is_waiting(self) -> bool:
-        return bool(self._notes or self._recalls or self._custody.has_doubts)
+        return bool(self._notes or self._recalls or self._held_forks.has_doubts)
 
     def _take_dropped(self) -> list[tuple[int, int]]:
         dropped = []
@@ -123,7 +123,7 @@ class Janitor:
             if not answer.done():
                 self._notes.append((worker, said, answer))
             elif _outcome(answer) is _AGAIN:
-                self._custody.put_back(worker, said)
+                self._held_forks.put_back(worker, said)
         recalls, self._recalls = self._recalls, []
         for token, answer in recalls:
             if not answer.done():
@@ -131,11 +131,11 @@ class Janitor:
                 continue
             arrived = _outcome(answer)
             if arrived is _AGAIN:
-                self._custody.child_doubted(token)
+                self._held_forks.child_doubted(token)
             elif arrived is None:
-                self._custody.child_expected(token, _LOOK)
+                self._held_forks.child_expected(token, _LOOK)
             else:
-                self._custody.child_settled(token, bool(arrived))
+                self._held_forks.child_settled(token, bool(arrived))
 
 
 _AGAIN = object()

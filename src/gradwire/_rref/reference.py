@@ -17,10 +17,9 @@ from ..errors import ClosedError, GradwireError
 from ..ids import WorkerInfo
 from ..tracebacks import hidden_frames, hide_frames
 from ..uncompiled import uncompiled
-from .fork import Fork
+from .held_forks import Fork
 from .messages import spell
-from .proxies import Invoke, Proxy
-from .values import OwnedValue
+from .owned_values import OwnedValue
 
 T = TypeVar("T")
 Core = OwnedValue | Fork
@@ -223,3 +222,34 @@ def calling_line() -> str:
 
 _OURS = "_rref nn optim compat compat.rpc".split()
 _PACKAGES = frozenset(("gradwire", *(f"gradwire.{name}" for name in _OURS)))
+
+
+Invoke = Callable[[Any, str, Any, Any, "float | None"], Any]
+
+
+class Proxy:
+    """Calls methods of a value in one of the three ways."""
+
+    __slots__ = ("_core", "_invoke", "_timeout")
+
+    def __init__(self, invoke: Invoke, core: Any, timeout: float | None) -> None:
+        self._invoke = invoke
+        self._core = core
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<Proxy of {self._core!r}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return partial(self._call, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._call("__call__", *args, **kwargs)
+
+    @uncompiled
+    def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return self._invoke(self._core, method, args, kwargs, self._timeout)
+        except Exception as error:
+            hide_frames(error)
+            raise

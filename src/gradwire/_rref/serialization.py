@@ -15,35 +15,34 @@ from typing import Any
 from .._rpc.agent import Agent
 from .._rpc.futures import CallFuture
 from ..errors import CallTimeout, StaleReferenceError
-from .held_forks import Custody
+from .held_forks import HeldForks
 from .ledger import Holding, Transit
 from .messages import ADOPT, Adopt, spell
-from .owned_values import Estate
+from .owned_values import OwnedValue, OwnedValues
 from .reference import Core, RRef
-from .values import OwnedValue
 
 _RETRY = 2.0  # seconds without an answer before the owner is asked again
 
 
-class Carriage:
+class ReferenceCarrier:
     """Carries the references of one worker (a `Carrier` of `_rpc/interceptors.py`)."""
 
     def __init__(
         self,
         agent: Agent,
-        estate: Estate,
-        custody: Custody,
+        owned_values: OwnedValues,
+        held_forks: HeldForks,
         handle: Callable[[Core], RRef[Any]],
     ) -> None:
         self._agent = agent
-        self._estate = estate
-        self._custody = custody
+        self._owned_values = owned_values
+        self._held_forks = held_forks
         self._handle = handle
         agent.handle(ADOPT, Adopt, self._adopted)
 
     def load(
         self, thing: Any, to: int, is_reply: bool
-    ) -> tuple[tuple[int, ...], Consignment]:
+    ) -> tuple[tuple[int, ...], SentReference]:
         """The numbers for a reference that leaves.
 
         Raises:
@@ -54,19 +53,19 @@ class Carriage:
         core, parent = thing._core, 0
         owner = core.owner.id
         if isinstance(core, OwnedValue):
-            fork = self._estate.fork(core, to)
+            fork = self._owned_values.fork(core, to)
         else:
             self._agent.peer(owner)
             parent = core.holding.fork
-            fork = 0 if to == owner else self._custody.new_fork(owner)
+            fork = 0 if to == owner else self._held_forks.new_fork(owner)
         transit = Transit(Holding(owner, core.id, fork), parent, to, is_reply)
-        token = self._custody.child_left(transit)
+        token = self._held_forks.child_left(transit)
         fields = owner, core.id, fork, token, int(is_reply)
-        return fields, Consignment(self._custody, token)
+        return fields, SentReference(self._held_forks, token)
 
     def unload(
         self, fields: tuple[int, ...], sender: int
-    ) -> tuple[RRef[Any], Adoption | None]:
+    ) -> tuple[RRef[Any], PendingFork | None]:
         """The reference that came.
 
         Raises:
@@ -74,25 +73,25 @@ class Carriage:
             WorkerLostError: its owner is gone.
         """
         owner, number, fork, token, is_reply = fields
-        if not self._custody.child_came(sender, token):
+        if not self._held_forks.child_came(sender, token):
             raise StaleReferenceError(
                 f"the reference to value {spell(number)} came too late: who sent it was told "
                 "that it had not come"
             )
         adoption = None
         if owner == self._agent.me.id:
-            rref = self._handle(self._estate.use(number, fork))
+            rref = self._handle(self._owned_values.use(number, fork))
         else:
             holding = Holding(owner, number, fork)
             made_at = f"received from {self._agent.members.name(sender)}"
             info = self._agent.peer(owner).card.info
             is_counted = sender == owner
-            core = self._custody.take(holding, info, made_at, is_counted=is_counted)
+            core = self._held_forks.take(holding, info, made_at, is_counted=is_counted)
             rref = self._handle(core)
             if not is_counted:
-                adoption = Adoption(self, holding, sender, token if is_reply else 0)
+                adoption = PendingFork(self, holding, sender, token if is_reply else 0)
         if is_reply and adoption is None:
-            self._custody.child_received(sender, token)
+            self._held_forks.child_received(sender, token)
         return rref, adoption
 
     def ask_to_adopt(self, holding: Holding) -> CallFuture:
@@ -100,41 +99,41 @@ class Carriage:
         return self._agent.request(holding.owner, message, _RETRY)
 
     def adopted(self, holding: Holding, sender: int, token: int) -> None:
-        self._custody.fork_counted(holding)
+        self._held_forks.fork_counted(holding)
         if token:
-            self._custody.child_received(sender, token)
+            self._held_forks.child_received(sender, token)
 
     def _adopted(self, sender: int, message: Adopt) -> bool:
-        return self._estate.adopt(message.value, message.fork, sender)
+        return self._owned_values.adopt(message.value, message.fork, sender)
 
 
-class Consignment:
+class SentReference:
     """A reference in a message that was sent (a `Freight` of `_wire/frames.py`)."""
 
-    __slots__ = ("_custody", "_token")
+    __slots__ = ("_held_forks", "_token")
 
-    def __init__(self, custody: Custody, token: int) -> None:
-        self._custody = custody
+    def __init__(self, held_forks: HeldForks, token: int) -> None:
+        self._held_forks = held_forks
         self._token = token
 
     def delivered(self) -> None:
-        self._custody.child_settled(self._token, arrived=True)
+        self._held_forks.child_settled(self._token, arrived=True)
 
     def in_doubt(self) -> None:
-        self._custody.child_doubted(self._token)
+        self._held_forks.child_doubted(self._token)
 
 
-class Adoption:
+class PendingFork:
     """A fork on its way to be counted in (a `Wait` of `_wire/frames.py`)."""
 
     def __init__(
-        self, carriage: Carriage, holding: Holding, sender: int, token: int
+        self, carrier: ReferenceCarrier, holding: Holding, sender: int, token: int
     ) -> None:
-        self._carriage = carriage
+        self._carrier = carrier
         self._holding = holding
         self._sender = sender
         self._token = token
-        self._answer = carriage.ask_to_adopt(holding)
+        self._answer = carrier.ask_to_adopt(holding)
 
     def wait(self) -> None:
         """Wait for the owner.
@@ -148,10 +147,10 @@ class Adoption:
                 accepted = self._answer.wait()
                 break
             except CallTimeout:
-                self._answer = self._carriage.ask_to_adopt(self._holding)
+                self._answer = self._carrier.ask_to_adopt(self._holding)
         if not accepted:
             raise StaleReferenceError(
                 f"value {spell(self._holding.value)} is gone: who passed the reference to it "
                 "on did not live long enough, or was too slow"
             )
-        self._carriage.adopted(self._holding, self._sender, self._token)
+        self._carrier.adopted(self._holding, self._sender, self._token)

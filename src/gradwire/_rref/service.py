@@ -1,8 +1,8 @@
 """The driver of the references layer: what users do with references, on one worker.
 
-The values this worker owns are in its `Estate`, its forks of others' values in its `Custody`; what
-is to be said about them in its own time is said by its `Janitor`. This file turns what users ask
-for into messages to owners, and answers those.
+The values this worker owns are in its `OwnedValues`, its forks of others' values in its
+`HeldForks`; what is to be said about them in its own time is said by its `Notifier`. This file
+turns what users ask for into messages to owners, and answers those.
 """
 
 from __future__ import annotations
@@ -17,17 +17,16 @@ from typing import Any
 
 from .._rpc import torch_modes
 from .._rpc.agent import Agent
-from .._rpc.encoding import prepare
+from .._rpc.caller import prepare
+from .._rpc.function_runner import Later, Runner
 from .._rpc.futures import CallFuture, settle, wait_after
-from .._rpc.peers import Peer
-from .._rpc.runner import Later, Runner
+from .._rpc.members import Peer
 from .._wire.messages import Call
 from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..threads import Executor
 from .debug_info import debug_info, describe_held
-from .fork import Creation, Fork
-from .held_forks import Custody
+from .held_forks import Creation, Fork, HeldForks
 from .ledger import Holding
 from .messages import (
     CREATE,
@@ -44,11 +43,10 @@ from .messages import (
     Recall,
     maker_of,
 )
-from .notifier import Janitor
-from .owned_values import Estate
+from .notifier import Notifier
+from .owned_values import OwnedValue, OwnedValues, part_of
 from .reference import Core, RRef, calling_line
-from .serialization import Carriage
-from .values import OwnedValue, part_of
+from .serialization import ReferenceCarrier
 
 log = logging.getLogger("gradwire")
 
@@ -66,9 +64,9 @@ class References:
         kind: type[RRef[Any]] = RRef,
     ) -> None:
         self.me: WorkerInfo = agent.me.info
-        self.estate = Estate(self.me)
-        self.custody = Custody(self.me.id, self.estate)
-        self.janitor = Janitor(agent, self.custody, executor.host)
+        self.owned_values = OwnedValues(self.me)
+        self.held_forks = HeldForks(self.me.id, self.owned_values)
+        self.notifier = Notifier(agent, self.held_forks, executor.host)
         self._agent = agent
         self._executor = executor
         self._runner = runner
@@ -83,12 +81,15 @@ class References:
         agent.handle(NOTES, Notes, self._noted)
         agent.handle(RECALL, Recall, self._recalled)
         agent.gone.subscribe(self._worker_gone)
-        self.carriage = Carriage(
-            agent, self.estate, self.custody, lambda core: kind.over(core, self)
+        self.carrier = ReferenceCarrier(
+            agent,
+            self.owned_values,
+            self.held_forks,
+            lambda core: kind.over(core, self),
         )
 
     def __repr__(self) -> str:
-        return f"<References of {self.me.name}: {self.estate!r}, {self.custody!r}>"
+        return f"<References of {self.me.name}: {self.owned_values!r}, {self.held_forks!r}>"
 
     # What users do
 
@@ -99,7 +100,7 @@ class References:
             ClosedError: it is shut down.
         """
         self._agent.peer(self.me.id)
-        owned = self.estate.new()
+        owned = self.owned_values.new()
         owned.set(value)
         return owned
 
@@ -220,8 +221,8 @@ class References:
 
     def _new_core(self, owner: Peer) -> Core:
         if owner.id == self.me.id:
-            return self.estate.new()
-        return self.custody.create(owner.card.info, calling_line())
+            return self.owned_values.new()
+        return self.held_forks.create(owner.card.info, calling_line())
 
     def _start(
         self,
@@ -258,7 +259,7 @@ class References:
         number, *of = message.ids
         if maker_of(number) != sender:
             raise ProtocolError(f"worker {sender} numbers a value {number}")
-        owned = self.estate.begin(number, sender)
+        owned = self.owned_values.begin(number, sender)
         try:
             if of:
                 value = self._runner.run_method(self._target(of), message)
@@ -286,10 +287,10 @@ class References:
     def _target(self, ids: Any) -> Any:
         """The value that a method is called of."""
         number, fork = ids
-        return self.estate.find(number, fork).wait(self._executor, 0)
+        return self.owned_values.find(number, fork).wait(self._executor, 0)
 
     def _fetched(self, sender: int, message: Fetch) -> Any:
-        owned, part = self.estate.find(message.value, message.fork), message.part
+        owned, part = self.owned_values.find(message.value, message.fork), message.part
         if owned.is_ready:
             return part_of(owned.give(), part)
         return Later(self._when_ready(owned, part))
@@ -301,25 +302,25 @@ class References:
         return future
 
     def _noted(self, sender: int, notes: Notes) -> None:
-        self.estate.release(notes.released)
+        self.owned_values.release(notes.released)
         for token in notes.received:
-            self.custody.child_settled(token, arrived=True)
+            self.held_forks.child_settled(token, arrived=True)
         for value, why in notes.failed:
-            self.estate.creation_failed(value, why)
+            self.owned_values.creation_failed(value, why)
 
     def _recalled(self, sender: int, recall: Recall) -> bool | None:
         key, underway = (recall.owner, recall.fork), self._agent.caller.underway(sender)
-        return self.custody.fork_asked(sender, recall.token, key, underway)
+        return self.held_forks.fork_asked(sender, recall.token, key, underway)
 
     def _creation_failed(self, of: Holding | OwnedValue, error: Exception) -> None:
         if isinstance(of, OwnedValue):
             of.fail(self._kind.explain(error))
         elif not (isinstance(error, CallTimeout) and self._kind.keeps_late_values):
-            self.custody.creation_failed(of, f"{type(error).__name__}: {error}")
+            self.held_forks.creation_failed(of, f"{type(error).__name__}: {error}")
 
     def _worker_gone(self, worker: WorkerInfo) -> None:
-        self.estate.worker_gone(worker)
-        self.custody.worker_gone(worker.id)
+        self.owned_values.worker_gone(worker)
+        self.held_forks.worker_gone(worker.id)
 
     # The end
 
@@ -331,37 +332,37 @@ class References:
     @property
     def started(self) -> int:
         """Notes about references ever sent from here."""
-        return self.janitor.said
+        return self.notifier.said
 
     def wait_quiet(self) -> None:
         """Wait until all is said about references that are no more or on their way."""
-        if self.custody.holdings():
+        if self.held_forks.holdings():
             gc.collect()  # those in cycles
         while True:
-            self.janitor.tidy(ask_until=float("inf"))
-            unanswered = self.janitor.unanswered
+            self.notifier.tidy(ask_until=float("inf"))
+            unanswered = self.notifier.unanswered
             for answer in unanswered:
                 try:
                     answer.wait()
                 except GradwireError:
                     pass  # the next round sees to it
             if not unanswered:
-                if self.custody.is_quiet:
+                if self.held_forks.is_quiet:
                     self._note_leaks()
                     return
                 time.sleep(0.005)  # a receiver will tell us, or can be asked again
 
     def _note_leaks(self) -> None:
         """Remember what is held now; those who have left already do not make it less."""
-        self.lent = self.estate.lent()
+        self.lent = self.owned_values.lent()
         gone = [h for h in self._leaked if self._agent.members.get(h.owner) is None]
         left = {holding: self._leaked[holding] for holding in gone}
-        self._leaked = left | self.custody.holdings()
+        self._leaked = left | self.held_forks.holdings()
 
     def let_go_of_all(self) -> None:
         """Give up all that is held here, also what there are handles to."""
-        held = self.custody.holdings()
-        self.custody.handles_dropped([(h.owner, h.fork) for h in held])
+        held = self.held_forks.holdings()
+        self.held_forks.handles_dropped([(h.owner, h.fork) for h in held])
 
     def report_leaks(self) -> None:
         """Name the references that are still held at the end of the world."""
@@ -374,11 +375,11 @@ class References:
             )
 
     def debug_info(self) -> dict[str, Any]:
-        return debug_info(self.estate, self.custody, self._agent.members.name)
+        return debug_info(self.owned_values, self.held_forks, self._agent.members.name)
 
     def close(self) -> None:
-        self.janitor.close()
-        self.estate.close()
+        self.notifier.close()
+        self.owned_values.close()
 
 
 def _invocation(core: Core, method: str, args: Any, kwargs: Any) -> Invoke:

@@ -198,7 +198,7 @@ class TensorPipeAgent(RpcAgent):
 
     def rref_info(self) -> dict[str, str]:
         references = self.worker.references
-        owned = references.estate.lent()
+        owned = references.owned_values.lent()
         pending = references.unconfirmed
         info = {
             "num_owner_rrefs": len(owned),
@@ -221,7 +221,7 @@ class TensorPipeAgent(RpcAgent):
     def check_leaks(self, ignore: bool) -> None:
         """Raises a RuntimeError if others still hold values of this worker."""
         references = self.worker.references
-        owned = references.lent or references.estate.lent()
+        owned = references.lent or references.owned_values.lent()
         if owned and not ignore:
             named = ", ".join(
                 f"RRef {value['value']} ({value['state']}, held by {value['forks']})"

@@ -9,11 +9,11 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
-from ..._rref.fork import Fork
+from ..._rref.held_forks import Fork
 from ..._rref.messages import maker_of, number_of
+from ..._rref.owned_values import OwnedValue
 from ..._rref.reference import Core, Service
 from ..._rref.reference import RRef as _RRef
-from ..._rref.values import OwnedValue
 from ...errors import CallTimeout, ClosedError, StaleReferenceError
 from ...uncompiled import uncompiled
 from .. import state
