@@ -14,17 +14,10 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-# Before torch: tests run beside each other, and OpenMP's threads spin while they wait.
-# The environment, and not torch.set_num_threads, which is for one thread only.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-# For the processes that tests start: see there.
-_paths = [str(Path(__file__).parent / "startup"), os.environ.get("PYTHONPATH", "")]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, _paths))
-
-import pytest  # noqa: E402
-import torch  # noqa: E402
-from hypothesis import settings  # noqa: E402
-from torch.distributed import TCPStore  # noqa: E402
+import pytest
+import torch
+from hypothesis import settings
+from torch.distributed import TCPStore
 
 # Threads and sockets end a little after what closed them returns.
 GRACE = 5.0

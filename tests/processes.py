@@ -20,14 +20,14 @@ import gradwire
 from gradwire._transport.faulty import Faults
 from gradwire._transport.rendezvous import find_place
 from gradwire.worker import Worker
-from sockets_world import LIMIT, close_world, join_world, wait_until
+from tests.sockets_world import LIMIT, close_world, join_world, wait_until
 
-HERE = Path(__file__).parent
-PATHS = [HERE / "startup", Path(gradwire.__file__).parents[1], HERE]
+ROOT = Path(__file__).parents[1]
+PATHS = [ROOT / "tests" / "startup", Path(gradwire.__file__).parents[1], ROOT]
 
 SERVER = """
 import json, sys
-from processes import join
+from tests.processes import join
 with join(*json.loads(sys.argv[1])):
     print("ready", flush=True)
     sys.stdin.read()  # until told to end

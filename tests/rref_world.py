@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any
 
 import gradwire as gw
-from calls_world import ENOUGH
 from gradwire._rref.messages import ADOPT, NOTES, RECALL
 from gradwire._transport.base import Transport
 from gradwire._transport.loopback import LoopbackNetwork, LoopbackTransport
 from gradwire._wire.frames import Parcel
 from gradwire.testing import World
 from gradwire.threads import Executor
+from tests.calls_world import ENOUGH
 
 ended: Counter[str] = Counter()
 """How often each value has come to its end."""

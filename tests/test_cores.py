@@ -20,7 +20,7 @@ from gradwire.cores import (
     usable_cores,
 )
 from gradwire.testing import World
-from processes import Processes
+from tests.processes import Processes
 
 CORES = st.frozensets(st.integers(0, 70), min_size=1)
 
@@ -218,7 +218,7 @@ import os, sys
 import torch
 from torch.distributed import HashStore
 import gradwire as gw
-from sockets_world import socket_world
+from tests.sockets_world import socket_world
 
 threads = torch.get_num_threads() + 1
 with gw.init_rpc("me", rank=0, world_size=1, store=HashStore(), torch_threads=threads):

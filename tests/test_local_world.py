@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 import gradwire as gw
-from processes import Processes
-from sockets_world import wait_until
+from tests.processes import Processes
+from tests.sockets_world import wait_until
 
 pytestmark = pytest.mark.slow
 

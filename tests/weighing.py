@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 import gradwire as gw
-from autograd_world import doubles
-from calls_world import until
 from gradwire._autograd.contexts import Context
 from gradwire.api import current_worker
 from gradwire.testing import World
+from tests.autograd_world import doubles
+from tests.calls_world import until
 
 close = torch.testing.assert_close
 

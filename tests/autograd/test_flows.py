@@ -1,0 +1,658 @@
+"""Distributed autograd through calls: its graph, contexts, passes, and what fails."""
+
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire as gw
+from gradwire.api import current_worker
+from gradwire.errors import CallTimeout, GradwireError, RemoteError, WorkerLostError
+from gradwire.testing import World
+from tests.autograd_world import ENOUGH, Raises, doubles
+from tests.calls_world import Boom, boom, held, holding, meanwhile, orders, until
+from tests.weighing import (
+    Way,
+    by_async,
+    by_remote,
+    by_sync,
+    call_on,
+    called_on,
+    close,
+    current_id,
+    forget_gradients,
+    known,
+    same,
+    see_gradients,
+    see_nothing_left,
+    two_ways,
+    weigh,
+    weighed,
+    weights,
+    world_of,
+)
+
+_hooked, _resume = threading.Event(), threading.Event()
+"""A backward has come to where it waits, and may go on (`weigh_hooked`)."""
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> None:
+    Raises.is_on = True
+    _hooked.clear()
+    _resume.clear()
+
+
+# The graph
+
+
+def names(nodes: Sequence[tuple[Any, int]]) -> list[str]:
+    return [node.name() for node, _ in nodes]
+
+
+SEND = "torch::distributed::autograd::SendRpcBackward"
+RECV = "torch::distributed::autograd::RecvRpcBackward"
+
+
+@pytest.mark.parametrize(
+    ("call", "to"),
+    [(by_sync, 0), (by_async, 0), (by_sync, 1), (by_async, 1), (by_remote, 1)],
+)
+def test_the_graph_of_a_call(call: Way, to: int) -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        a, b = doubles(3), doubles(3)
+        y = call(f"worker{to}", torch.add, (a, b))
+        here, *there = known(world, ctx)
+        recv = y.grad_fn
+        assert recv.name() == RECV
+        assert recv in here.recvs.values()
+        sends = list(here.sends.values())
+        assert sends[0].node.name() == SEND
+        leaves = [node.variable for node, _ in sends[0].node.next_functions]
+        assert list(map(id, leaves)) == [id(a), id(b)]
+        (answer,) = there[0].sends.values() if there else sends[1:]
+        assert answer.node.name() == SEND
+        ((add, _),) = answer.node.next_functions
+        assert add.name() == "AddBackward0"
+        assert names(add.next_functions) == [RECV, RECV]
+        assert add.next_functions[0][0] is add.next_functions[1][0]
+        assert [index for _, index in add.next_functions] == [0, 1]
+
+
+def add_at(to: str, a: Tensor, b: Tensor) -> Tensor:
+    result: Tensor = gw.rpc_sync(to, torch.add, (a, b))
+    return result
+
+
+@pytest.mark.parametrize("to", [0, 2])
+def test_the_graph_of_a_nested_call(to: int) -> None:
+    with world_of(3) as world, gw.context() as ctx:
+        a, b = doubles(3), doubles(3)
+        y = gw.rpc_sync("worker1", add_at, (f"worker{to}", a, b))
+        assert y.grad_fn.name() == RECV
+        middle = known(world, ctx)[1] if to else world[1].autograd.contexts.get(ctx)
+        onward, answer = middle.sends.values()
+        assert names(onward.node.next_functions) == [RECV, RECV]
+        assert names(answer.node.next_functions) == [RECV]
+        first, second = middle.recvs.values()
+        assert onward.node.next_functions[0][0] is first
+        assert answer.node.next_functions[0][0] is second
+        last = world[to].autograd.contexts.get(ctx)
+        assert len(last.sends) == (1 if to else 2)
+
+
+def test_what_arrives_together_has_one_node() -> None:
+    with world_of(2), gw.context():
+        x = doubles(3)
+        outputs = gw.rpc_sync("worker1", torch.unbind, (x * 2,))
+        assert len(outputs) == 3
+        assert len({id(output.grad_fn) for output in outputs}) == 1
+        assert [output.output_nr for output in outputs] == [0, 1, 2]
+
+
+# Contexts
+
+
+def test_ids_tell_who_began_a_context() -> None:
+    with world_of(2) as world:
+        with gw.context() as first:
+            pass
+        with gw.context() as second:
+            pass
+        with world.as_worker(1), gw.context() as other:
+            pass
+        assert [number >> 48 for number in (first, second, other)] == [0, 0, 1]
+        assert first != second
+
+
+def count_known(ctx: int) -> int:
+    return len(current_worker().autograd.contexts.get(ctx).known)
+
+
+def call_count(to: str, ctx: int) -> int:
+    return int(gw.rpc_sync(to, count_known, (ctx,)))
+
+
+def test_workers_are_known_also_where_no_tensor_travels() -> None:
+    with world_of(4) as world, gw.context() as ctx:
+        gw.rpc_sync("worker1", call_count, ("worker2", ctx))
+        gw.rpc_async("worker0", count_known, (ctx,)).wait()
+        contexts = [world[i].autograd.contexts.get(ctx) for i in range(3)]
+        others = [context.known - {i} for i, context in enumerate(contexts)]
+        assert others == [{1}, {0, 2}, {1}]
+        with pytest.raises(GradwireError):
+            world[3].autograd.contexts.get(ctx)
+
+
+def test_contexts_are_released_everywhere_after_the_block() -> None:
+    with world_of(3) as world:
+        with gw.context() as ctx:
+            gw.rpc_sync("worker1", call_on, (doubles(3), ["worker2"]))
+            assert [len(w.autograd.contexts) for w in world.workers] == [1, 1, 1]
+        see_nothing_left(world)
+        for worker in world.workers:
+            with pytest.raises(GradwireError, match=f"context with id: {ctx}"):
+                worker.autograd.get_gradients(ctx)
+
+
+def test_contexts_are_released_everywhere_when_the_block_fails() -> None:
+    with world_of(3) as world:
+        with pytest.raises(Boom), gw.context():
+            boom_with(gw.rpc_sync("worker1", call_on, (doubles(3), ["worker2"])))
+        see_nothing_left(world)
+        with gw.context() as ctx:  # and there is no context any more
+            assert current_id() == ctx
+
+
+def boom_with(x: Tensor) -> None:
+    boom()
+
+
+def test_contexts_reached_only_by_calls_that_failed_are_released() -> None:
+    with world_of(3) as world:
+        with gw.context() as ctx:
+            with pytest.raises(Boom):
+                gw.rpc_sync("worker1", boom_with, (doubles(3),))
+            with pytest.raises(Boom):
+                gw.remote("worker2", boom).to_here()
+            for i in (1, 2):
+                assert ctx in [c.id for c in world[i].autograd.contexts]
+        see_nothing_left(world)
+
+
+def test_a_context_released_while_its_call_runs() -> None:
+    with world_of(2) as world:
+        with holding() as hold:
+            with gw.context():
+                future = gw.rpc_async("worker1", held, (doubles(3),))
+                assert hold.entered.wait(ENOUGH)
+            until(lambda: not len(world[1].autograd.contexts))
+            hold.release.set()
+            result = future.wait()
+        assert result.grad_fn is None
+        see_nothing_left(world)
+
+
+class EndsContexts:
+    """Takes until there is no context any more to be pickled."""
+
+    def __reduce__(self) -> Any:
+        contexts = current_worker().autograd.contexts
+        until(lambda: not len(contexts))
+        return same, (1,)
+
+
+def call_late(x: Tensor) -> None:
+    held()
+    gw.rpc_sync("worker2", same, ((EndsContexts(), x),))
+
+
+def test_a_call_that_leaves_when_its_context_is_over() -> None:
+    with world_of(3) as world, holding() as hold:
+        with gw.context():
+            future = gw.rpc_async("worker1", call_late, (doubles(3),))
+            assert hold.entered.wait(ENOUGH)
+            hold.release.set()
+        future.wait()
+        assert [len(worker.autograd.contexts) for worker in world.workers] == [0] * 3
+
+
+def open_context() -> int:
+    with gw.context() as ctx:
+        return ctx
+
+
+def test_contexts_are_not_nested() -> None:
+    text = "Already have an autograd context id for this thread"
+    with world_of(2):
+        with gw.context():
+            with pytest.raises(GradwireError, match=text), gw.context():
+                pass
+            with pytest.raises(GradwireError, match=text):
+                gw.rpc_sync("worker1", open_context)
+            gw.rpc_sync("worker1", same, (1,))
+        assert gw.rpc_sync("worker1", open_context) >> 48 == 1
+
+
+def test_unknown_contexts() -> None:
+    with world_of(2):
+        with gw.context() as ctx:
+            x = doubles(3)
+            y = gw.rpc_sync("worker1", weigh, (x,)).sum()
+            text = f"Could not find autograd context with id: {ctx + 1}"
+            with pytest.raises(GradwireError, match=text):
+                gw.get_gradients(ctx + 1)
+            with pytest.raises(GradwireError, match=text):
+                gw.backward(ctx + 1, [y])
+            with pytest.raises(GradwireError, match=text):
+                gw.grad(ctx + 1, [y], [x])
+            with pytest.raises(GradwireError, match=text):
+                gw.rpc_sync("worker1", gw.get_gradients, (ctx + 1,))
+        text = f"Could not find autograd context with id: {ctx}"
+        with pytest.raises(GradwireError, match=text):
+            gw.backward(ctx, [y])
+        with pytest.raises(GradwireError, match=text):
+            gw.get_gradients(ctx)
+
+
+def keep_last(x: Tensor) -> tuple[Tensor, Tensor]:
+    """What came, and what came before."""
+    last = weights.get("last", x)
+    weights["last"] = x * 1
+    return x * 2, last
+
+
+def test_tensors_of_another_context_may_be_sent_if_nothing_uses_them() -> None:
+    with world_of(2) as world:
+        for _ in range(2):
+            with gw.context() as ctx:
+                x = doubles(3)
+                y, last = gw.rpc_sync("worker1", keep_last, (x,))
+                gw.backward(ctx, [y.sum()], retain_graph=True)
+                see_gradients(world, ctx, 2 * x.sum(), [[x], []])
+                if ctx > 1:
+                    with pytest.raises(GradwireError, match="arrived in context 1 is"):
+                        gw.backward(ctx, [(y * last).sum()])
+
+
+def test_tensors_of_one_context_are_refused_in_another() -> None:
+    with world_of(2):
+        with gw.context():
+            y = gw.rpc_sync("worker1", weigh, (doubles(3),))
+        with gw.context() as ctx:
+            with pytest.raises(RuntimeError, match="arrived in context"):
+                gw.backward(ctx, [y.sum()])
+            assert gw.get_gradients(ctx) == {}
+
+
+def own_gradient(ctx: int) -> Tensor:
+    return gw.get_gradients(ctx)[weights[current_worker().name]]
+
+
+def test_each_worker_gets_its_gradients() -> None:
+    with world_of(3), gw.context() as ctx:
+        x = doubles(3)
+        y = gw.rpc_sync("worker1", call_on, (x, ["worker2"]))
+        gw.backward(ctx, [y.sum()])
+        local = called_on(x, ["worker1", "worker2"]).sum()
+        leaves = [weights["worker1"], weights["worker2"]]
+        expected = torch.autograd.grad(local, leaves)
+        for i in (1, 2):
+            close(gw.rpc_sync(f"worker{i}", own_gradient, (ctx,)), expected[i - 1])
+            found = gw.rpc_sync(f"worker{i}", gw.get_gradients, (ctx,))
+            ((leaf, gradient),) = found.items()
+            close((leaf.detach(), gradient), (leaves[i - 1].detach(), expected[i - 1]))
+
+
+# Passes
+
+
+def test_several_passes_add_up() -> None:
+    with world_of(3) as world, gw.context() as ctx:
+        x = doubles(3)
+        y = gw.rpc_sync("worker1", call_on, (x, ["worker2", "worker0"]))
+        for _ in range(3):
+            gw.backward(ctx, [y.sum()], retain_graph=True)
+        gw.backward(ctx, [(y * x).sum()])
+        y = called_on(x, ["worker1", "worker2", "worker0"])
+        local = 3 * y.sum() + (y * x).sum()
+        own = [[weights[f"worker{i}"]] for i in range(3)]
+        see_gradients(world, ctx, local, [[x, *own[0]], own[1], own[2]])
+
+
+def test_a_graph_that_was_not_retained_cannot_be_used_again() -> None:
+    with world_of(2), gw.context() as ctx:
+        y = gw.rpc_sync("worker1", weigh, (doubles(3),)).sum()
+        gw.backward(ctx, [y], retain_graph=True)
+        gw.backward(ctx, [y])
+        with pytest.raises(GradwireError, match=r"Error on Node \d: .*second time"):
+            gw.backward(ctx, [y])
+
+
+def weigh_once_more(x: Tensor) -> Tensor:
+    return torch.sin(x * weights["hooked"])
+
+
+def test_a_forward_after_a_pass_that_went_over_a_leaf_with_a_hook() -> None:
+    """What the first pass has freed is not run again, although the leaf puts both together."""
+    with world_of(2) as world, gw.context() as ctx:
+        w, x = doubles(3), torch.rand(3, dtype=torch.float64)
+        weights["hooked"] = w
+        seen: list[Tensor] = []
+        w.register_hook(seen.append)
+        for _ in range(3):
+            y = gw.rpc_sync("worker1", weigh_once_more, (x,))
+            gw.backward(ctx, [y.sum()])
+        see_gradients(world, ctx, 3 * torch.sin(x * w).sum(), [[], [w]])
+        assert len(seen) == 4  # and one here
+
+
+def test_several_roots() -> None:
+    with world_of(3) as world, gw.context() as ctx:
+        x = doubles(3)
+        a = gw.rpc_sync("worker1", weigh, (x,))
+        b = gw.rpc_sync("worker2", weigh, (a,))
+        gw.backward(ctx, [a.sum(), b.sum(), (a * b).sum(), (x * 2).sum()])
+        a = weighed(x, 1)
+        b = weighed(a, 2)
+        local = a.sum() + b.sum() + (a * b).sum() + (x * 2).sum()
+        own = [[x], [weights["worker1"]], [weights["worker2"]]]
+        see_gradients(world, ctx, local, own)
+
+
+def test_a_root_that_arrived() -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        x = doubles(3)
+        gw.backward(ctx, [gw.rpc_sync("worker1", torch.sum, (x * x,))])
+        see_gradients(world, ctx, (x * x).sum(), [[x], []])
+
+
+def backward_there(ctx: int, x: Tensor) -> None:
+    gw.backward(ctx, [weigh(x).sum()])
+
+
+def test_a_pass_begun_on_another_worker() -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        x = doubles(3)
+        gw.rpc_sync("worker1", backward_there, (ctx, x * 2))
+        local = weighed(x * 2, 1).sum()
+        see_gradients(world, ctx, local, [[x], [weights["worker1"]]])
+
+
+def test_a_pass_begun_in_another_thread() -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        x = doubles(3)
+        y = gw.rpc_sync("worker1", weigh, (x,)).sum()
+        seen: list[int] = []
+
+        def run() -> None:
+            with world.as_worker(0):
+                seen.append(current_id())
+                gw.backward(ctx, [y])
+
+        with meanwhile(run):
+            pass
+        assert seen == [0]
+        see_gradients(world, ctx, weighed(x, 1).sum(), [[x], [weights["worker1"]]])
+
+
+def fan_out(x: Tensor) -> list[Tensor]:
+    return [weigh(x), torch.exp(x), x * 2, x.detach()]
+
+
+def waste(x: Tensor) -> Tensor:
+    """Makes calls whose results it does not use."""
+    gw.rpc_sync("worker2", weigh, (x,))
+    gw.rpc_sync("worker0", fan_out, (x,))
+    gw.rpc_sync("worker2", same, (0,), {})
+    return weigh(x)
+
+
+def forget(x: Tensor) -> int:
+    gw.rpc_sync("worker2", weigh, (weigh(x),))
+    return 1
+
+
+@orders
+def test_results_that_are_not_used(seed: int | None) -> None:
+    with world_of(3, seed=seed) as world, gw.context() as ctx:
+        x = doubles(3)
+        gw.rpc_sync("worker1", weigh, (x,))
+        gw.rpc_sync("worker2", fan_out, (x * 2,))
+        a, b, *_ = gw.rpc_sync("worker1", fan_out, (x * 3,))
+        c = gw.rpc_sync("worker1", waste, (a,))
+        gw.rpc_sync("worker2", forget, (b,))
+        gw.rpc_sync("worker1", forget, (c,))
+        gw.remote("worker1", weigh, (c,))
+        gw.backward(ctx, [(c * x).sum()])
+        local = (weighed(weighed(x * 3, 1), 1) * x).sum()
+        see_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
+
+
+def test_a_pass_that_needs_nobody_else() -> None:
+    with world_of(2) as world, gw.context() as ctx:
+        x = doubles(3)
+        gw.rpc_sync("worker1", weigh, (x,))
+        gw.backward(ctx, [(x * x).sum()])
+        see_gradients(world, ctx, (x * x).sum(), [[x], []])
+
+
+def test_a_pass_while_a_call_is_under_way() -> None:
+    with world_of(3) as world, gw.context() as ctx, holding() as hold:
+        x = doubles(3)
+        h = x * 2
+        y = gw.rpc_sync("worker1", weigh, (h,))
+        future = gw.rpc_async("worker1", weigh_held, (y,))
+        gw.backward(ctx, [y.sum()], retain_graph=True)
+        hold.release.set()
+        gw.backward(ctx, [future.wait().sum()], retain_graph=True)
+        y = weighed(x * 2, 1)
+        local = y.sum() + weighed(weighed(y, 2), 1).sum()
+        own = [[x], [weights["worker1"]], [weights["worker2"]]]
+        see_gradients(world, ctx, local, own)
+
+
+# Calls that fail
+
+
+def fail_after_a_call(x: Tensor) -> None:
+    gw.rpc_sync("worker2", weigh, (x,))
+    boom()
+
+
+def unsendable(x: Tensor) -> Any:
+    return x * 2, threading.Lock()
+
+
+async def boom_async(x: Tensor) -> None:
+    await gw.rpc_async("worker2", weigh, (x,))
+    boom()
+
+
+@orders
+@two_ways
+def test_a_pass_after_calls_that_failed(call: Way, seed: int | None) -> None:
+    with world_of(3, seed=seed) as world, gw.context() as ctx:
+        x = doubles(3)
+        h = x * 2
+        for func, error in (
+            (boom_with, Boom),
+            (fail_after_a_call, Boom),
+            (boom_async, Boom),
+            (unsendable, TypeError),
+        ):
+            with pytest.raises(error):
+                call("worker1", func, (h,))
+        y = call("worker1", weigh, (h,))
+        gw.backward(ctx, [(y * h).sum()])
+        local = (weighed(2 * x, 1) * 2 * x).sum()
+        see_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
+
+
+def weigh_held(x: Tensor) -> Tensor:
+    held()
+    return weigh(gw.rpc_sync("worker2", weigh, (x,)))
+
+
+@pytest.mark.parametrize("ends", ["before", "after", "during"])
+def test_a_pass_after_a_call_that_timed_out(ends: str) -> None:
+    with world_of(3) as world, gw.context() as ctx, holding() as hold:
+        x = doubles(3)
+        h = x * 2
+        with pytest.raises(CallTimeout):
+            gw.rpc_sync("worker1", weigh_held, (h,), timeout=0.05)
+        y = gw.rpc_sync("worker1", weigh, (h,))
+        if ends == "before":
+            hold.release.set()
+            until(lambda: len(world[1].autograd.contexts.get(ctx).sends) == 3)
+        if ends == "during":
+            y.register_hook(lambda _: hold.release.set())
+        gw.backward(ctx, [(y * h).sum()], retain_graph=True)
+        hold.release.set()
+        until(lambda: len(world[1].autograd.contexts.get(ctx).sends) == 3)
+        gw.backward(ctx, [(y * h).sum()])
+        local = 2 * (weighed(2 * x, 1) * 2 * x).sum()
+        see_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
+
+
+def weigh_and_raise(x: Tensor, path: list[str]) -> Tensor:
+    h = weigh(x)
+    if not path:
+        return Raises.apply(h)
+    result: Tensor = weigh(gw.rpc_sync(path[0], weigh_and_raise, (h, path[1:])))
+    return result
+
+
+@orders
+@pytest.mark.parametrize("path", ["1", "12", "120", "0"])
+def test_an_error_in_a_backward_and_then_none(path: str, seed: int | None) -> None:
+    with world_of(3, seed=seed) as world, gw.context() as ctx:
+        x = doubles(3)
+        first, *rest = [f"worker{digit}" for digit in path]
+        y = gw.rpc_sync(first, weigh_and_raise, (x, rest))
+        text = f"Error on Node {path[-1]}: this backward fails"
+        for _ in range(5):
+            with pytest.raises(GradwireError, match=text) as caught:
+                gw.backward(ctx, [(y * x).sum()], retain_graph=True)
+            cause = caught.value.__cause__
+            assert type(cause) is ValueError
+            if path[-1] != "0":
+                assert isinstance(cause.__cause__, RemoteError)
+        until(lambda: not any(context.parts for context in known(world, ctx)))
+        Raises.is_on = False
+        forget_gradients(world, ctx)
+        gw.backward(ctx, [(y * x).sum()])
+        local = (weigh_and_raise_here(x, path) * x).sum()
+        leaves = [[x], [], []]
+        for digit in path:
+            leaves[int(digit)].append(weights[f"worker{digit}"])
+        see_gradients(world, ctx, local, leaves)
+
+
+def weigh_and_raise_here(x: Tensor, path: str) -> Tensor:
+    h = weighed(x, int(path[0]))
+    if len(path) == 1:
+        return h
+    return weighed(weigh_and_raise_here(h, path[1:]), int(path[0]))
+
+
+def test_a_worker_that_died_is_missed_where_it_has_tensors_only() -> None:
+    with World(3) as world, world.as_worker(0):
+        with gw.context() as ctx:
+            x = doubles(3)
+            gw.rpc_sync("worker2", same, (1,))
+            y = gw.rpc_sync("worker1", weigh, (x,))
+            world.kill(2)
+            until(lambda: len(gw.get_worker_infos()) == 2)
+            gw.backward(ctx, [y.sum()])
+            leaves = [[x], [weights["worker1"]], []]
+            see_gradients(world, ctx, weighed(x, 1).sum(), leaves)
+        with gw.context() as ctx:
+            y = gw.rpc_sync("worker1", call_on, (x, ["worker0"]))
+            world.kill(1)
+            until(lambda: len(gw.get_worker_infos()) == 1)
+            began = time.monotonic()
+            with pytest.raises(WorkerLostError, match="worker1"):
+                gw.backward(ctx, [y.sum()])
+            assert time.monotonic() - began < 2
+        see_nothing_left(world)
+
+
+class Odd(BaseException):
+    """No Exception."""
+
+
+def weigh_first(x: Tensor) -> Tensor:
+    weights["shared"] = x * 2
+    return torch.sin(weights["shared"])
+
+
+def weigh_second(x: Tensor) -> Tensor:
+    """Shares a node with the first, so that one has to wait for the other."""
+
+    def fail(gradient: Tensor) -> None:
+        raise Odd("odd")
+
+    weights["shared"].register_hook(fail)
+    return torch.cos(weights["shared"]) * x
+
+
+def test_what_is_raised_in_a_backward_may_be_no_exception() -> None:
+    with world_of(3) as world, gw.context() as ctx:
+        a = gw.rpc_sync("worker1", weigh_first, (doubles(3),))
+        b = gw.rpc_sync("worker2", weigh, (a,))
+        c = gw.rpc_sync("worker1", weigh_second, (b,))
+        with pytest.raises(GradwireError, match="Error on Node 1: odd"):
+            gw.backward(ctx, [(b * c + a).sum()])
+        until(lambda: not any(context.parts for context in known(world, ctx)))
+
+
+def leave_early(x: Tensor) -> Tensor:
+    result = x * 1
+    result.register_hook(lambda gradient: sys.exit(3))
+    return result
+
+
+def test_an_exit_in_a_backward_is_an_error_of_that_worker() -> None:
+    with world_of(2), gw.context() as ctx:
+        y = gw.rpc_sync("worker1", leave_early, (doubles(3),))
+        with pytest.raises(GradwireError, match="Error on Node 1: 3"):
+            gw.backward(ctx, [y.sum()])
+
+
+def test_a_worker_that_dies_in_a_pass() -> None:
+    with World(3) as world, world.as_worker(0):
+        with gw.context() as ctx:
+            x = doubles(3)
+            y = gw.rpc_sync("worker1", weigh, (x,))
+            z = gw.rpc_sync("worker2", weigh_hooked, (y,))
+            killer = threading.Thread(target=lambda: _hooked.wait() and world.kill(2))
+            killer.start()
+            with pytest.raises(WorkerLostError, match="worker2"):
+                gw.backward(ctx, [(z * y).sum()])
+            _resume.set()
+            killer.join()
+        see_nothing_left(world)
+
+
+def weigh_hooked(x: Tensor) -> Tensor:
+    def hook(gradient: Tensor) -> None:
+        _hooked.set()
+        _resume.wait(ENOUGH)
+
+    result = weigh(x)
+    result.register_hook(hook)
+    return result
+
+
+def test_a_worker_whose_caller_died_forgets_its_context() -> None:
+    with World(3) as world, world.as_worker(1):
+        with world.as_worker(0), gw.context():
+            gw.rpc_sync("worker1", call_on, (doubles(3), ["worker2"]))
+            world.kill(0)
+        see_nothing_left(world)

@@ -1,0 +1,265 @@
+"""A world with an allow-list: only what is listed is called, and only plain data travels."""
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import PurePath
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire._rpc.allow import AllowList
+from gradwire._rpc.function_runner import Runner
+from gradwire._wire.codec import Manner
+from gradwire._wire.frames import Limits
+from gradwire._wire.messages import Call
+from gradwire.testing import World
+from tests.calls_world import Boom, boom, whoami
+from tests.carrying import Codec
+
+SOURCE = '''
+"""A module of functions for others to call."""
+
+import os
+from math import sqrt
+from os.path import join as joined
+from pathlib import PurePath
+
+import torch
+
+
+def double(x):
+    return 2 * x
+
+
+def echo(x):
+    return x
+
+
+def grad_mode():
+    return torch.is_grad_enabled()
+
+
+def fail(text):
+    raise ValueError(text)
+
+
+def make_path():
+    return PurePath("a")
+
+
+def _private(x):
+    return x
+
+
+class Calculator:
+    @staticmethod
+    def square(x):
+        return x * x
+
+    @staticmethod
+    def _hidden(x):
+        return x
+
+
+half = lambda x: x / 2
+'''
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """A module whose public functions may be called."""
+    module = ModuleType("served")
+    exec(SOURCE, module.__dict__)
+    monkeypatch.setitem(sys.modules, "served", module)
+    return module
+
+
+@pytest.fixture
+def world(served: ModuleType) -> Iterator[World]:
+    with World(
+        2, allow=[served, max, "tests.calls_world:whoami", boom, torch.add]
+    ) as world:
+        yield world
+
+
+# What may be called
+
+
+def test_listed_functions_can_be_called(world: World) -> None:
+    call = world[0].rpc_sync
+    assert call("worker1", max, (1, 2)) == 2
+    assert call("worker1", whoami) == "worker1"
+    assert call("worker0", max, (1, 2)) == 2
+    result = call("worker1", torch.add, (torch.ones(100_000), 1))
+    torch.testing.assert_close(result, torch.full((100_000,), 2.0))
+
+
+def test_public_functions_of_a_listed_module_can_be_called(
+    world: World, served: Any
+) -> None:
+    call = world[0].rpc_sync
+    assert call("worker1", served.double, (4,)) == 8
+    assert call("worker1", served.Calculator.square, (3,)) == 9
+
+
+def test_others_cannot_be_called(world: World, served: Any) -> None:
+    for func in (min, os.getcwd, served.os.system, torch.sub, served._private):
+        with pytest.raises(
+            gw.NotAllowedError, match="is not on this worker's allow-list"
+        ) as caught:
+            world[0].rpc_sync("worker1", func, (1,))
+        assert func.__name__ in str(caught.value)
+
+
+def test_functions_without_a_name_are_refused_here(world: World) -> None:
+    x = 1
+    for func in (lambda: 1, lambda: x, PurePath("a").with_name):
+        with pytest.raises(gw.NotAllowedError, match="cannot be imported by name"):
+            world[0].rpc_sync("worker1", func)
+
+
+NAMES = {
+    "served:double": None,
+    "served:Calculator.square": None,
+    "served:half": None,
+    "builtins:max": None,
+    "served:_private": "is not on this worker's allow-list",
+    "served:Calculator._hidden": "is not on this worker's allow-list",
+    "served:double.__globals__.pop": "is not on this worker's allow-list",
+    "served:__dict__.clear": "is not on this worker's allow-list",
+    "served:os.system": "is only imported there, not defined",
+    "served:os.path.join": "is only imported there, not defined",
+    "served:sqrt": "is only imported there, not defined",
+    "served:joined": "is only imported there, not defined",
+    "served:os": "is only imported there, not defined",
+    "served.os:system": "is not on this worker's allow-list",
+    "builtins:max.__call__": "is not on this worker's allow-list",
+    "builtins:eval": "is not on this worker's allow-list",
+    "max": "is not on this worker's allow-list",
+    "": "is not on this worker's allow-list",
+    ":": "is not on this worker's allow-list",
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_whatever_name_is_sent_only_what_was_meant_is_run(
+    name: str, served: ModuleType
+) -> None:
+    runner = Runner(AllowList([served, max]), host=pytest.fail)
+    args = (4, 5) if name == "builtins:max" else (4,)
+    if NAMES[name] is None:
+        assert runner.run(0, Call(name, args, {}, None))
+        return
+    with pytest.raises(gw.NotAllowedError) as caught:
+        runner.run(0, Call(name, args, {}, None))
+    assert str(caught.value) == f"{name!r} {NAMES[name]}"
+
+
+@pytest.mark.parametrize("function", [max, torch.device("cpu"), ["served:double"], 7])
+def test_what_is_sent_instead_of_a_name_is_not_run(
+    function: Any, served: ModuleType
+) -> None:
+    runner = Runner(AllowList([served, max]), host=pytest.fail)
+    with pytest.raises(gw.NotAllowedError):
+        runner.run(0, Call(function, (1, 2), {}, None))
+
+
+def test_a_listed_name_may_be_underscored_or_imported(served: ModuleType) -> None:
+    names = ["served:_private", "served:sqrt"]
+    runner = Runner(AllowList(names), host=pytest.fail)
+    assert runner.run(0, Call("served:_private", (3,), {}, None)) == 3
+    assert runner.run(0, Call("served:sqrt", (9,), {}, None)) == 3
+
+
+def test_an_entry_that_names_nothing_is_refused() -> None:
+    for entry in ("double", 7, lambda: 1):
+        with pytest.raises(ValueError, match="is neither a module, an importable") as e:
+            World(2, allow=[entry])
+        assert repr(entry) in str(e.value)
+
+
+def test_an_empty_list_allows_nothing() -> None:
+    with (
+        World(2, allow=[]) as world,
+        pytest.raises(gw.GradwireError, match="allow-list"),
+    ):
+        world[0].rpc_sync("worker1", max, (1, 2))
+
+
+# What may travel
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        None,
+        -(2**70),
+        1.5,
+        2j,
+        "text",
+        b"bytes",
+        [1, (2, {"a": {3}})],
+        slice(1, None, 2),
+        torch.float16,
+        torch.Size([2, 3]),
+    ],
+)
+def test_plain_data_travels_both_ways(world: World, served: Any, value: Any) -> None:
+    result = world[0].rpc_sync("worker1", served.echo, (value,))
+    assert result == value
+    assert type(result) is type(value)
+
+
+def test_an_argument_that_is_not_plain_is_refused_here(
+    world: World, served: Any
+) -> None:
+    with pytest.raises(TypeError, match=r"cannot send .*in allow-list mode only") as e:
+        world[0].rpc_sync("worker1", served.double, (PurePath("a"),))
+    assert "PurePosixPath" in str(e.value)
+
+
+def test_a_result_that_is_not_plain_is_named(world: World, served: Any) -> None:
+    with pytest.raises(TypeError, match=r"result of .*make_path.* cannot be sent"):
+        world[0].rpc_sync("worker1", served.make_path)
+
+
+def test_errors_come_as_text_with_the_types_of_python(
+    world: World, served: Any
+) -> None:
+    with pytest.raises(ValueError, match="no good") as caught:
+        world[0].rpc_sync("worker1", served.fail, ("no good",))
+    remote = caught.value.__cause__
+    assert isinstance(remote, gw.RemoteError)
+    assert "in fail" in remote.trace
+    with pytest.raises(gw.RemoteError, match="Boom: own type") as other:
+        world[0].rpc_sync("worker1", boom, ("own type",))
+    assert not isinstance(other.value, Boom)
+
+
+def test_a_pickle_is_refused_whatever_it_holds(world: World) -> None:
+    pickling = Codec(Limits(1 << 20, 1 << 20))
+    call = Call(max, (PurePath("a"), 2), {}, None)
+    agent = world[0]._agent
+    for parcel in (
+        pickling.call(call, Manner()),
+        pickling.call(Call(max, (1, 2), {}, None), Manner()),
+        pickling.call(Call(lambda: 1, (), {}, None), Manner()),
+    ):
+        future = agent.caller.post(agent.peer("worker1"), parcel, max, 1.0)
+        with pytest.raises(gw.GradwireError, match="accepts no pickles"):
+            future.wait()
+
+
+def test_the_callers_modes_travel_too(world: World, served: Any) -> None:
+    with torch.no_grad():
+        assert world[0].rpc_sync("worker1", served.grad_mode) is False
+    assert world[0].rpc_sync("worker1", served.grad_mode) is True
+
+
+def test_workers_with_a_list_can_still_meet(world: World) -> None:
+    both = world.run(lambda worker: worker.all_gather(worker.id))
+    assert both == [{"worker0": 0, "worker1": 1}] * 2

@@ -1,0 +1,166 @@
+"""Requests that are held back: only where that pays, never for long, and never lost."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from gradwire import WorkerLostError
+from gradwire._rpc.calls import Pending
+from gradwire._rpc.deferred_requests import Held, HeldBack
+from gradwire._rpc.members import Peer
+from gradwire._transport.base import Card
+from gradwire._wire.frames import Parcel
+from gradwire.threads import Bell, Executor
+from gradwire.worker import Worker
+from tests.sockets_world import close_world, open_world, wait_until
+
+LIMIT = 5.0
+CONVINCED = 3
+
+
+class Box:
+    """What was sent, and a bell for it."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+        self.bell = Bell()
+
+    def __call__(self, held: Held) -> None:
+        self.sent.append(held.pending.call)
+        self.bell.ring()
+
+
+@pytest.fixture
+def executor() -> Iterator[Executor]:
+    executor = Executor("held", 2)
+    yield executor
+    executor.close()
+    assert executor.join(LIMIT)
+
+
+def request(call: int, to: int = 1) -> Held:
+    peer = Peer(Card(name=f"worker{to}", id=to), "", False)
+    return Held(peer, Parcel(1, 1, b""), Pending(call, to, 0, 0, None))
+
+
+def convince(held: HeldBack) -> None:
+    """Take requests back until holding them pays."""
+    for call in range(100, 100 + CONVINCED):
+        held.hold(request(call))
+        assert held.take(1, call) is None
+
+
+def test_requests_go_out_at_once_until_they_would_have_been_taken_back(
+    executor: Executor,
+) -> None:
+    box = Box()
+    held = HeldBack(executor, box)
+    held.hold(request(1))
+    held.hold(request(2))
+    assert box.sent == [1, 2]
+    assert not held.requests
+
+
+def test_a_request_that_is_held_back_can_be_taken_once(executor: Executor) -> None:
+    box = Box()
+    held = HeldBack(executor, box)
+    convince(held)
+    box.sent.clear()
+    first = request(1)
+    held.hold(first)
+    assert not box.sent
+    assert held.take(1, 2) is None
+    assert held.take(1, 1) is first
+    assert held.take(1, 1) is None
+    assert not box.sent
+
+
+def test_the_next_request_sends_the_one_before_and_ends_the_holding(
+    executor: Executor,
+) -> None:
+    box = Box()
+    held = HeldBack(executor, box)
+    convince(held)
+    box.sent.clear()
+    held.hold(request(1))
+    held.hold(request(2))
+    held.hold(request(3))
+    assert box.sent == [1, 2, 3]
+
+
+def test_what_nobody_takes_goes_out_by_itself(executor: Executor) -> None:
+    box = Box()
+    held = HeldBack(executor, box)
+    convince(held)
+    box.sent.clear()
+    box.bell.wait(0)
+    held.hold(request(1))
+    assert box.bell.wait(LIMIT)
+    assert box.sent == [1]
+    held.hold(request(2))  # it did not pay
+    assert box.sent == [1, 2]
+
+
+def test_each_worker_has_a_place_of_its_own(executor: Executor) -> None:
+    box = Box()
+    held = HeldBack(executor, box)
+    convince(held)
+    box.sent.clear()
+    held.hold(request(1, to=1))
+    assert held.take(1, 1) is not None
+    held.hold(request(2, to=2))
+    held.flush(1)
+    assert not box.sent
+    held.flush(2)
+    assert box.sent == [2]
+    assert held.drop(2) is None
+    assert held.drop_all() == []
+
+
+def test_what_is_quick_is_done_by_the_clock_alone(executor: Executor) -> None:
+    bell = Bell()
+    executor.look_at(0.0, bell.ring)
+    assert bell.wait(LIMIT)
+
+
+# Through `remote` and `to_here`
+
+Workers = list[Worker]
+
+
+@pytest.fixture
+def workers() -> Iterator[Workers]:
+    workers = open_world(2)
+    yield workers
+    close_world(workers, graceful=False)
+
+
+def add(worker: Worker, number: int) -> Any:
+    return worker.remote("worker1", torch.add, args=(torch.ones(2), number))
+
+
+def test_values_are_right_whether_or_not_they_travel_with_their_call(
+    workers: Workers,
+) -> None:
+    for number in range(10):
+        rref = add(workers[0], number)
+        assert rref.to_here().tolist() == [number + 1] * 2
+        wait_until(rref.confirmed_by_owner)  # its answer may come after the value
+    apart = [add(workers[0], number) for number in range(5)]
+    assert [rref.to_here().tolist() for rref in apart] == [
+        [n + 1] * 2 for n in range(5)
+    ]
+
+
+def test_a_call_that_is_held_back_fails_with_its_worker(workers: Workers) -> None:
+    for number in range(5):
+        add(workers[0], number).to_here()
+    rref = add(workers[0], 1)
+    gone = Bell()
+    workers[0].on_leave(lambda info: gone.ring())
+    workers[1].close()
+    assert gone.wait(LIMIT)
+    with pytest.raises(WorkerLostError, match="worker1"):
+        rref.to_here()

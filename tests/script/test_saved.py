@@ -1,0 +1,99 @@
+"""Scripts that make calls, saved and loaded: also by a process that has never made such a call."""
+
+import io
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import gradwire as gw
+from gradwire.testing import World
+from tests.script_world import add, mixed, script, world
+
+__all__ = ["world"]
+
+ROOT = Path(__file__).parents[2]
+
+
+class Calls(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.full((2,), 2.0))
+
+    def forward(self, x: Tensor, to: str) -> tuple[Tensor, int]:
+        first = gw.rpc_async(to, mixed, (x, "a", 3))
+        rref = gw.remote(to, add, (x, self.weight))
+        done = first.wait()
+        return gw.rpc_sync(rref.owner(), add, (done[0], rref.to_here())), done[2]
+
+
+class Steps(torch.nn.Module):
+    def forward(self, ctx: int, loss: Tensor) -> dict[Tensor, Tensor]:
+        gw.backward(ctx, [loss])
+        return gw.get_gradients(ctx)
+
+
+def saved(module: torch.nn.Module) -> io.BytesIO:
+    file = io.BytesIO()
+    torch.jit.save(script(module), file)
+    file.seek(0)
+    return file
+
+
+def test_a_module_that_makes_calls(world: World) -> None:
+    loaded = torch.jit.load(saved(Calls()))
+    with gw.context() as ctx:
+        total, number = loaded(torch.ones(2), "worker1")
+        gw.backward(ctx, [total.sum()])
+        assert gw.get_gradients(ctx)[loaded.weight].tolist() == [1, 1]
+    assert (total.tolist(), number) == ([6, 6], 3)
+
+
+def test_backward_and_gradients(world: World) -> None:
+    loaded = torch.jit.load(saved(Steps()))
+    w = torch.ones(2, requires_grad=True)
+    with gw.context() as ctx:
+        loss = gw.rpc_sync("worker1", torch.mul, (w, 3)).sum()
+        assert loaded(ctx, loss)[w].tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("kind", ["path", "name", "stream"])
+def test_files_of_all_sorts(world: World, tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "calls.pt"
+    path.write_bytes(saved(Calls()).getvalue())
+    if kind == "stream":
+        with path.open("rb") as stream:
+            loaded = torch.jit.load(stream)
+    else:
+        loaded = torch.jit.load(path if kind == "path" else str(path))
+    assert loaded(torch.ones(2), "worker1")[1] == 3
+
+
+@pytest.mark.slow
+def test_a_new_process_loads_it(world: World, tmp_path: Path) -> None:
+    path = tmp_path / "calls.pt"
+    path.write_bytes(saved(Calls()).getvalue())
+    code = f"""
+    import sys, torch, warnings
+    warnings.simplefilter("ignore")
+    sys.path.insert(0, {str(ROOT / "tests")!r})
+    import gradwire as gw
+    from gradwire.testing import World
+    gw.script.enable()
+    loaded = torch.jit.load({str(path)!r})
+    with World(2) as world, world.as_worker(0):
+        total, number = loaded(torch.ones(2), "worker1")
+        print(total.tolist(), number)
+    """
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        check=False,
+    )
+    assert done.stdout == "[6.0, 6.0] 3\n", done.stderr
