@@ -107,3 +107,49 @@ def test_a_torch_without_torchscript_says_so() -> None:
         check=False,
     )
     assert done.stdout == "True True\n", done.stderr
+
+
+ENDING = """
+import threading, warnings
+warnings.simplefilter("ignore")
+import torch
+import gradwire as gw
+gw.script.enable()
+
+@torch.jit.script
+def twice(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+@torch.jit.script
+def forks(x: torch.Tensor) -> torch.Tensor:
+    return torch.jit.wait(torch.jit.fork(twice, x))
+
+def work():
+    forks(torch.ones(2))
+    together.wait()
+
+together = threading.Barrier(100)
+threads = [threading.Thread(target=work) for _ in range(100)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+@pytest.mark.slow
+def test_a_process_ends_well_right_after_threads_that_ran_scripts(
+    tmp_path: Path,
+) -> None:
+    """Each left a note in its state in torch, which goes with the thread, after Python's join."""
+    program = tmp_path / "ending.py"
+    program.write_text(ENDING)
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, str(program)],
+            capture_output=True,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+        assert (done.returncode, done.stderr) == (0, "")

@@ -5,6 +5,12 @@ know no variables of ours. torch hands them its own thread-local state, and in t
 objects of Python. So a script whose calls may come from there begins with `enter`, which leaves a
 note of the worker and the context in that place.
 
+A note is an object of Python, so whatever lets go of it takes Python's lock. A thread's own state
+goes when the thread does, which is after Python has forgotten it: if Python ends at that moment,
+the process is aborted. So threads take their note down before they end (`_Departure`). Some
+versions of torch (2.6, 2.9) have no function for that: there, the end of the process waits for
+threads that are about to go.
+
 Private torch names, and what breaks without them: `_stash_obj_in_tls` and its kin (torch's own
 checkpointing uses them). Scripts would lose context and worker where they wait or fork. Older ones
 (2.6) give up a reference to the object that they have never taken: we take it for them.
@@ -12,10 +18,14 @@ checkpointing uses them). Scripts would lose context and worker where they wait 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import os
 import sys
 import threading
+import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +36,7 @@ from ..api import current_worker, enter
 from ..errors import ClosedError
 
 _KEY = "gradwire.script"
+_remove: Any = getattr(torch._C, "_remove_obj_from_tls", None)
 
 
 class _Note(NamedTuple):
@@ -44,6 +55,8 @@ def _torch_takes_a_reference() -> bool:
     is_taken = sys.getrefcount(probe) > before
     if not is_taken:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    if _remove is not None:
+        _remove(f"{_KEY}.probe")
     return is_taken
 
 
@@ -56,20 +69,57 @@ def _stash(left: _Note | None) -> None:
     torch._C._stash_obj_in_tls(_KEY, left)
 
 
-class _Here(threading.local):
-    """This thread, as long as Python knows it."""
+class _Departure:
+    """Goes when its thread ends, in that thread, while Python still knows it."""
 
     def __init__(self) -> None:
+        self._number = threading.get_native_id()
+
+    def __del__(self, is_too_late: Any = sys.is_finalizing) -> None:
+        if is_too_late():
+            return
+        if _remove is None:
+            _going.append(self._number)
+        elif torch._C._is_key_in_tls(_KEY):
+            _remove(_KEY)
+
+
+_going: deque[int] = deque(maxlen=1000)
+"""The last threads that have ended with their note, where torch cannot take it down."""
+
+
+class _Here(threading.local):
+    def __init__(self) -> None:
         self.thread = object()
+        self.departure: _Departure | None = None
 
 
 _here = _Here()
+
+
+def _wait_for_those_that_go() -> None:
+    """Wait until the threads that Python has forgotten are gone, on Linux; for a second at most.
+
+    From Python 3.13 on whoever joins a thread has waited for that already.
+    """
+    deadline = time.monotonic() + 1.0
+    while _going and time.monotonic() < deadline:
+        if os.path.exists(f"/proc/self/task/{_going[-1]}"):
+            time.sleep(0.001)
+        else:
+            _going.pop()
+
+
+if _remove is None:
+    atexit.register(_wait_for_those_that_go)
 
 
 def note() -> None:
     """Leave a note of where this thread is, for those that go on with its script."""
     if inherited() is not None:
         return
+    if _here.departure is None and _is_pythons():
+        _here.departure = _Departure()
     try:
         worker = current_worker()
     except ClosedError:
@@ -78,6 +128,13 @@ def note() -> None:
     context = worker.autograd.contexts.current()
     kept = None if context is None else weakref.ref(context)
     _stash(_Note(_here.thread, weakref.ref(worker), kept))
+
+
+def _is_pythons() -> bool:
+    """Whether Python has started this thread; to others it comes and goes with each call."""
+    me = threading.get_ident()
+    known = (thread for thread in threading.enumerate() if thread.ident == me)
+    return not all(isinstance(thread, threading._DummyThread) for thread in known)
 
 
 def inherited() -> _Note | None:
