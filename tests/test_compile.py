@@ -1,5 +1,6 @@
 """`torch.compile` of functions that make calls: graphs end at the calls, and results are exact."""
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,8 @@ from gradwire.testing import World
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 ROOT = Path(__file__).parents[1]
+WHY = r"outside of the graph|torch\._dynamo\.disable\(\) wrapped function"
+"""Why a graph ends. torch 2.6 does not show our reason, but what is left out."""
 Step = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -51,7 +54,9 @@ def assert_exact(compiled: Step) -> None:
 
 
 @pytest.fixture
-def counters() -> Any:
+def counters(monkeypatch: pytest.MonkeyPatch) -> Any:
+    # torch 2.6 starts processes to compile in, also for backends that do not compile.
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
     dynamo: Any = pytest.importorskip("torch._dynamo")
     dynamo.reset()
     dynamo.utils.counters.clear()
@@ -68,7 +73,7 @@ def test_a_graph_ends_at_each_call_and_nothing_of_ours_is_compiled(
         assert len(world) == 2
     assert sum(counters["graph_break"].values()) == 5
     assert counters["stats"]["unique_graphs"] == 3
-    assert all("outside of the graph" in why for why in counters["graph_break"])
+    assert all(re.search(WHY, why) for why in counters["graph_break"])
 
 
 def run_compiled(x: Tensor, y: Tensor) -> Tensor:
@@ -90,7 +95,7 @@ def test_a_graph_that_must_be_whole_is_refused(counters: Any) -> None:
         return result
 
     with World(2) as world, world.as_worker(0):
-        with pytest.raises(Exception, match="outside of the graph"):
+        with pytest.raises(Exception, match=WHY):
             torch.compile(call, backend="eager", fullgraph=True)(torch.ones(2))
         assert len(world) == 2
 
