@@ -298,15 +298,28 @@ def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
 def _made_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Tensor:
     """The output of a node over these. If they are several, it keeps their places in the graph."""
     output: Tensor
+    held = [_made(_hold, tensor) for tensor in tensors if tensor.is_leaf]
     if len(tensors) == 1:
         output = _made(_apply_send, crossing, *tensors)
-        return output
-    try:
-        with saved_tensors_hooks(_forget, _recall):
+    else:
+        try:
+            with saved_tensors_hooks(_forget, _recall):
+                output = _made(_apply_send, crossing, *tensors)
+        except RuntimeError:  # hooks are disabled here: then it keeps their values, too
             output = _made(_apply_send, crossing, *tensors)
-    except RuntimeError:  # hooks are disabled here: then it keeps their values, too
-        output = _made(_apply_send, crossing, *tensors)
+    del held
     return output
+
+
+def _hold(leaf: Tensor) -> Tensor:
+    """Something that keeps the node behind a leaf alive, in C++, as long as it lives itself.
+
+    torch looks that node up under a lock of the leaf, and to make a new one it takes the GIL, too.
+    A Python function is applied with the GIL held, and so must not wait for that lock while another
+    thread, which computes with the leaf, makes the node: that is a deadlock (seen in torch 2.13;
+    `tests/upstream/leaf_lock.py`). An operation of torch's own waits for it without the GIL.
+    """
+    return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
 
 
 def _forget(tensor: Tensor) -> None:
