@@ -20,7 +20,7 @@ import gradwire
 from gradwire._transport.faulty import Faults
 from gradwire._transport.rendezvous import find_place
 from gradwire.worker import Worker
-from tests.sockets_world import LIMIT, close_world, join_world, wait_until
+from tests.worlds import LIMIT, close_world, join_world, wait_until
 
 ROOT = Path(__file__).parents[1]
 PATHS = [ROOT / "tests" / "startup", Path(gradwire.__file__).parents[1], ROOT]

@@ -218,7 +218,7 @@ import os, sys
 import torch
 from torch.distributed import HashStore
 import gradwire as gw
-from tests.sockets_world import socket_world
+from tests.worlds import socket_world
 
 threads = torch.get_num_threads() + 1
 with gw.init_rpc("me", rank=0, world_size=1, store=HashStore(), torch_threads=threads):

@@ -22,7 +22,7 @@ import pytest
 import gradwire as gw
 from gradwire.testing import World
 from tests.processes import PATHS
-from tests.sockets_world import free_port
+from tests.worlds import free_port
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

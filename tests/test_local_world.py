@@ -11,7 +11,7 @@ import pytest
 
 import gradwire as gw
 from tests.processes import Processes
-from tests.sockets_world import wait_until
+from tests.worlds import wait_until
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import gradwire as gw
 from gradwire.api import current_worker, enter
 from tests.autograd.programs import Choose, compare
-from tests.sockets_world import together
+from tests.worlds import together
 
 OPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mul": lambda a, b: a * b,

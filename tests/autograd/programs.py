@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradwire.errors import GradwireError
-from tests.autograd_world import Autograds, Raises
+from tests.autograd.functions import Raises
+from tests.worlds import Autograds
 
 Choose = Callable[[int], int]
 

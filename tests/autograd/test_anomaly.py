@@ -14,9 +14,9 @@ import gradwire as gw
 from gradwire._rpc import torch_modes
 from gradwire.api import enter
 from gradwire.testing import World
-from tests.autograd_world import doubles
+from tests.autograd.functions import doubles
 from tests.processes import Processes
-from tests.sockets_world import together
+from tests.worlds import together
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")  # torch's own words
 

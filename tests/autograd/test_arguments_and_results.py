@@ -10,23 +10,24 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
-from tests.autograd_world import doubles
-from tests.calls_world import held, holding, orders
-from tests.weighing import (
+from tests.autograd.functions import doubles
+from tests.autograd.weights import (
     Way,
+    applied_locally,
+    apply_weight,
+    check_gradients,
     close,
     current_id,
     known,
     recorded,
     same,
-    see_gradients,
     two_ways,
     ways,
-    weigh,
-    weighed,
     weights,
-    world_of,
+    world_with_weights,
 )
+from tests.rpc.functions import held, holding
+from tests.worlds import orders
 
 LARGE = 40_000
 """Elements that do not fit into a message itself."""
@@ -59,7 +60,7 @@ def take_apart(batch: Batch, *, scale: Tensor) -> dict[str, Any]:
 
 @two_ways
 def test_tensors_deep_inside_arguments_and_results(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         a, b, c, scale = (doubles(3) for _ in range(4))
 
         def make() -> tuple[Batch, Tensor]:
@@ -80,7 +81,7 @@ def test_tensors_deep_inside_arguments_and_results(call: Way) -> None:
         gw.backward(ctx, [reduce(result)])
         batch, by = make()
         local = reduce(take_apart(batch, scale=by))
-        see_gradients(world, ctx, local, [[a, b, c, scale], []])
+        check_gradients(world, ctx, local, [[a, b, c, scale], []])
 
 
 def apply_with(func: Any, args: Any, kwargs: Any) -> Any:
@@ -90,13 +91,13 @@ def apply_with(func: Any, args: Any, kwargs: Any) -> Any:
 @two_ways
 @pytest.mark.parametrize("to", [0, 1])
 def test_parameters_get_their_gradient(call: Way, to: int) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         p, x = nn.Parameter(torch.rand(3, dtype=torch.float64)), doubles(3)
         y = call(f"worker{to}", torch.mul, (p, x))
         z = call(f"worker{to}", torch.stack, ([p, x],))
         gw.backward(ctx, [y.sum() + (z**2).sum()])
         local = (p * x).sum() + (p**2).sum() + (x**2).sum()
-        see_gradients(world, ctx, local, [[p, x], []])
+        check_gradients(world, ctx, local, [[p, x], []])
 
 
 def own_parameter() -> Tensor:
@@ -106,13 +107,13 @@ def own_parameter() -> Tensor:
 @two_ways
 def test_parameters_as_results_get_their_gradient_where_they_are(call: Way) -> None:
     parameter = nn.Parameter(torch.rand(3, dtype=torch.float64))
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         weights["parameter"] = parameter
         y = call("worker1", own_parameter, ())
         assert type(y) is nn.Parameter
         gw.backward(ctx, [(y * y).sum()])
         local = (parameter * parameter).sum()
-        see_gradients(world, ctx, local, [[], [parameter]])
+        check_gradients(world, ctx, local, [[], [parameter]])
 
 
 def run_module(module: nn.Module, x: Tensor) -> Tensor:
@@ -121,12 +122,12 @@ def run_module(module: nn.Module, x: Tensor) -> Tensor:
 
 
 def test_the_parameters_of_a_module_that_travels_get_their_gradients() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         module, x = nn.Linear(3, 2).double(), doubles(4, 3)
         y = gw.rpc_sync("worker1", run_module, (module, x))
         gw.backward(ctx, [(y**2).sum()])
         local = (module(x) ** 2).sum()
-        see_gradients(world, ctx, local, [[*module.parameters(), x], []])
+        check_gradients(world, ctx, local, [[*module.parameters(), x], []])
 
 
 class Tagged(Tensor):
@@ -143,12 +144,12 @@ def tagged(tensor: Tensor, tag: str) -> Tagged:
 
 def retag(x: Tagged) -> Tagged:
     assert type(x) is Tagged
-    return tagged(weigh(x), x.tag + " again")
+    return tagged(apply_weight(x), x.tag + " again")
 
 
 @two_ways
 def test_subclasses_of_tensors_get_their_gradient(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         leaf = tagged(torch.rand(3, dtype=torch.float64), "leaf").requires_grad_()
         x = doubles(3)
         y = call("worker1", retag, (leaf,))
@@ -156,8 +157,8 @@ def test_subclasses_of_tensors_get_their_gradient(call: Way) -> None:
         assert type(y) is type(z) is Tagged
         assert (y.tag, z.tag) == ("leaf again", "x again")
         gw.backward(ctx, [(y * z).sum().as_subclass(Tensor)])
-        local = (weighed(leaf, 1) * weighed(x * 2, 1)).sum()
-        see_gradients(world, ctx, local, [[leaf, x], [weights["worker1"]]])
+        local = (applied_locally(leaf, 1) * applied_locally(x * 2, 1)).sum()
+        check_gradients(world, ctx, local, [[leaf, x], [weights["worker1"]]])
 
 
 class Sealed(Tensor):
@@ -178,20 +179,20 @@ def sealed(tensor: Tensor, seal: str, grad: bool = False) -> Sealed:
 
 def reseal(x: Sealed) -> Sealed:
     assert type(x) is Sealed
-    return sealed(weigh(x), x.seal + " again")
+    return sealed(apply_weight(x), x.seal + " again")
 
 
 @two_ways
 def test_subclasses_that_pickle_themselves_get_their_gradient(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x, leaf = doubles(3), sealed(torch.rand(3, dtype=torch.float64), "leaf", True)
         y = call("worker1", reseal, (sealed(x * 2, "wax"),))
         z = call("worker1", reseal, (leaf,))
         assert type(y) is type(z) is Sealed
         assert (y.seal, z.seal) == ("wax again", "leaf again")
         gw.backward(ctx, [(y * z).sum().as_subclass(Tensor)])
-        local = (weighed(x * 2, 1) * weighed(leaf, 1)).sum()
-        see_gradients(world, ctx, local, [[x, leaf], [weights["worker1"]]])
+        local = (applied_locally(x * 2, 1) * applied_locally(leaf, 1)).sum()
+        check_gradients(world, ctx, local, [[x, leaf], [weights["worker1"]]])
 
 
 def mix(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -200,13 +201,13 @@ def mix(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 
 def test_kinds_of_tensors_side_by_side() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         leaf = tagged(torch.rand(3, dtype=torch.float64), "leaf").requires_grad_()
         x, p = doubles(3), nn.Parameter(torch.rand(3, dtype=torch.float64))
         ab, (bc, c) = gw.rpc_sync("worker1", mix, ([x, p, leaf],))
         gw.backward(ctx, [(ab * bc * c).sum().as_subclass(Tensor)])
         local = (x * p * p * leaf * leaf).sum()
-        see_gradients(world, ctx, local, [[x, p, leaf], []])
+        check_gradients(world, ctx, local, [[x, p, leaf], []])
 
 
 def views(x: Tensor) -> list[Tensor]:
@@ -216,7 +217,7 @@ def views(x: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("index", range(6))
 @pytest.mark.parametrize("in_list", [False, True])
 def test_views_as_arguments(index: int, in_list: bool) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3, 3)
         view = views(x * 2)[index]
         if in_list:
@@ -226,7 +227,7 @@ def test_views_as_arguments(index: int, in_list: bool) -> None:
         gw.backward(ctx, [(y**2).sum()])
         view = views(x * 2)[index]
         local = torch.stack([view, view]) if in_list else view * view
-        see_gradients(world, ctx, (local**2).sum(), [[x], []])
+        check_gradients(world, ctx, (local**2).sum(), [[x], []])
 
 
 def weigh_views(x: Tensor) -> list[Tensor]:
@@ -234,14 +235,14 @@ def weigh_views(x: Tensor) -> list[Tensor]:
 
 
 def test_views_as_results() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3, 3)
         weights["square"] = doubles(3, 3)
         found = gw.rpc_sync("worker1", weigh_views, (x,))
         gw.backward(ctx, [sum((view**2).sum() for view in found)])  # type: ignore[list-item]
         local = sum((view**2).sum() for view in weigh_views(x))
         assert isinstance(local, Tensor)
-        see_gradients(world, ctx, local, [[x], [weights["square"]]])
+        check_gradients(world, ctx, local, [[x], [weights["square"]]])
 
 
 def change(tensors: list[Tensor]) -> list[Tensor]:
@@ -260,7 +261,7 @@ def change_one(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("size", [3, LARGE])
 def test_what_arrived_can_be_changed_in_place(size: int) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x, y = doubles(size), doubles(size)
         a, b = gw.rpc_sync("worker1", change, ([x * 1, y * 1],))
         c = gw.rpc_sync("worker1", change_one, (x * 1,))
@@ -268,7 +269,7 @@ def test_what_arrived_can_be_changed_in_place(size: int) -> None:
         gw.backward(ctx, [(a * b + c).sum()])
         a, b = change([x * 1, y * 1])
         c = change_one(x * 1) * y
-        see_gradients(world, ctx, (a * b + c).sum(), [[x, y], []])
+        check_gradients(world, ctx, (a * b + c).sum(), [[x, y], []])
         assert not any(found._is_view() for found in gw.get_gradients(ctx).values())
 
 
@@ -284,7 +285,7 @@ def change_views(tensors: list[Tensor]) -> Tensor:
 def test_views_of_one_tensor_do_not_share_memory_once_they_have_a_history(
     size: int,
 ) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(size)
         h = x * 2
         views = [h[:2], h[1:3], h, h.detach()]
@@ -292,7 +293,7 @@ def test_views_of_one_tensor_do_not_share_memory_once_they_have_a_history(
         gw.backward(ctx, [(y * y).sum()], retain_graph=True)
         local = change_views([view.clone() for view in views])
         close(y, local)
-        see_gradients(world, ctx, (local * local).sum(), [[x], []])
+        check_gradients(world, ctx, (local * local).sum(), [[x], []])
 
 
 def sparse(*, grad: bool = True) -> Tensor:
@@ -305,7 +306,7 @@ def sparse(*, grad: bool = True) -> Tensor:
 
 @two_ways
 def test_sparse_tensors_as_arguments_and_results(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         s, t, constant = sparse(), sparse(), sparse(grad=False)
         y = call("worker1", torch.add, (s, t))
         z = call("worker1", torch.add, (s, constant))
@@ -321,7 +322,7 @@ def test_sparse_tensors_as_arguments_and_results(call: Way) -> None:
 
 
 def test_sparse_times_dense() -> None:
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         s, x = sparse(), doubles(3, 2)
         y = gw.rpc_sync("worker1", torch.sparse.mm, (s, x))
         gw.backward(ctx, [(y**2).sum()])
@@ -332,7 +333,7 @@ def test_sparse_times_dense() -> None:
 
 
 def test_gradients_of_leaves_in_other_sparse_layouts() -> None:
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         s = torch.eye(3, dtype=torch.float64).to_sparse_csr().requires_grad_()
         x = doubles(3, 2)
         y = gw.rpc_sync("worker1", torch.matmul, (s, x))
@@ -344,7 +345,7 @@ def test_gradients_of_leaves_in_other_sparse_layouts() -> None:
 
 
 def test_a_value_fetched_without_gradients_has_no_history() -> None:
-    with world_of(2), gw.context():
+    with world_with_weights(2), gw.context():
         rref = gw.remote("worker1", torch.mul, (doubles(3), 2))
         assert rref.to_here().grad_fn is not None
         with torch.no_grad():
@@ -363,7 +364,7 @@ def test_sparse_gradients_of_an_embedding_bag_add_up() -> None:
     bags[:] = [nn.EmbeddingBag(10, 4, mode="sum", sparse=True).double()]
     batches = [torch.tensor([1, 2, 4, 5]), torch.tensor([4, 3, 2, 9])]
     starts = torch.tensor([0, 2])
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         found = [gw.rpc_sync("worker1", look_up, (words, starts)) for words in batches]
         gw.backward(ctx, [(found[0] * found[1]).sum()], retain_graph=True)
         gw.backward(ctx, [found[0].sum()])
@@ -385,7 +386,7 @@ def widen(tensors: list[Tensor], numbers: Tensor) -> list[Tensor]:
 
 
 def test_dtypes_side_by_side() -> None:
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         leaves = [torch.rand(3).to(dtype).requires_grad_() for dtype in DTYPES]
         numbers = torch.tensor([1, 2, 3])
         found = gw.rpc_sync("worker1", widen, (leaves, numbers))
@@ -397,13 +398,13 @@ def test_dtypes_side_by_side() -> None:
 
 
 def test_a_gradient_in_another_dtype_than_what_it_flows_into() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = torch.rand(3, requires_grad=True)
-        y = gw.rpc_sync("worker1", weigh, (x,))  # in double precision there
+        y = gw.rpc_sync("worker1", apply_weight, (x,))  # in double precision there
         assert y.dtype is torch.float64
         gw.backward(ctx, [y.sum()])
-        local = weighed(x, 1).sum()
-        see_gradients(world, ctx, local, [[x], [weights["worker1"]]])
+        local = applied_locally(x, 1).sum()
+        check_gradients(world, ctx, local, [[x], [weights["worker1"]]])
 
 
 def split(mixed: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
@@ -414,7 +415,7 @@ def split(mixed: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
 
 @pytest.mark.parametrize("spread", [False, True])
 def test_only_what_needs_a_gradient_is_recorded(spread: bool) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         a, b, c = doubles(3), doubles(3).detach(), doubles(3).detach()
         mixed = [a, b, c, torch.arange(3)]
         if spread:
@@ -430,7 +431,7 @@ def test_only_what_needs_a_gradient_is_recorded(spread: bool) -> None:
             assert send.crossing.count == recv.crossing.count == 1
         gw.backward(ctx, [(ab * c2 * numbers).sum()])
         local = (a * b * c * 2 * (torch.arange(3) + 1)).sum()
-        see_gradients(world, ctx, local, [[a], []])
+        check_gradients(world, ctx, local, [[a], []])
 
 
 def split_spread(*mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -440,7 +441,7 @@ def split_spread(*mixed: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 @two_ways
 @pytest.mark.parametrize("in_list", [False, True])
 def test_large_tensors(call: Way, in_list: bool) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x, y = doubles(LARGE), doubles(LARGE)
         if in_list:
             z = call("worker1", torch.stack, ([x * 2, y],))
@@ -449,16 +450,16 @@ def test_large_tensors(call: Way, in_list: bool) -> None:
             z = call("worker1", torch.mul, (x * 2, y))
             local = x * 2 * y
         gw.backward(ctx, [(z**2).sum()])
-        see_gradients(world, ctx, (local**2).sum(), [[x, y], []])
+        check_gradients(world, ctx, (local**2).sum(), [[x, y], []])
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (1,), (2, 0, 3)])
 def test_shapes_of_few_elements(shape: tuple[int, ...]) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = torch.rand(shape, dtype=torch.float64, requires_grad=True)
         y = gw.rpc_sync("worker1", torch.exp, (x,))
         gw.backward(ctx, [y.sum()])
-        see_gradients(world, ctx, torch.exp(x).sum(), [[x], []])
+        check_gradients(world, ctx, torch.exp(x).sum(), [[x], []])
 
 
 def twice(pair: list[Tensor]) -> Tensor:
@@ -467,7 +468,7 @@ def twice(pair: list[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("is_leaf", [False, True])
 def test_the_same_tensor_twice(is_leaf: bool) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         h = x if is_leaf else x * 2
         y = gw.rpc_sync("worker1", torch.mul, (h, h))
@@ -475,7 +476,7 @@ def test_the_same_tensor_twice(is_leaf: bool) -> None:
         a, b = gw.rpc_sync("worker1", same, ((h, h),))
         gw.backward(ctx, [(y * z + a * a * b).sum()], retain_graph=True)
         local = (h * h * h * torch.sin(h) + h**3).sum()
-        see_gradients(world, ctx, local, [[x], []])
+        check_gradients(world, ctx, local, [[x], []])
 
 
 @two_ways
@@ -484,27 +485,27 @@ def test_the_same_tensor_twice(is_leaf: bool) -> None:
 def test_a_tensor_that_is_passed_through(
     call: Way, is_leaf: bool, in_list: bool
 ) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         h = x if is_leaf else x * 2
         y = call("worker1", same, ([h],))[0] if in_list else call("worker1", same, (h,))
         gw.backward(ctx, [(y * h * h).sum()], retain_graph=True)
-        see_gradients(world, ctx, (h**3).sum(), [[x], []])
+        check_gradients(world, ctx, (h**3).sum(), [[x], []])
 
 
 @orders
 def test_a_tensor_that_goes_back_and_forth(seed: int | None) -> None:
-    with world_of(3, seed=seed) as world, gw.context() as ctx:
+    with world_with_weights(3, seed=seed) as world, gw.context() as ctx:
         x = doubles(3)
         y = x
         for round_trip in range(6):
-            y = gw.rpc_sync(f"worker{1 + round_trip % 2}", weigh, (y + x,))
+            y = gw.rpc_sync(f"worker{1 + round_trip % 2}", apply_weight, (y + x,))
         gw.backward(ctx, [y.sum()])
         local = x
         for round_trip in range(6):
-            local = weighed(local + x, 1 + round_trip % 2)
+            local = applied_locally(local + x, 1 + round_trip % 2)
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local.sum(), own)
+        check_gradients(world, ctx, local.sum(), own)
 
 
 class ByPickle:
@@ -543,14 +544,14 @@ class _Place:
     ids=["allow-list", "serializer"],
 )
 def test_gradients_through_other_encodings(options: dict[str, Any]) -> None:
-    with world_of(2, **options) as world, gw.context() as ctx:
+    with world_with_weights(2, **options) as world, gw.context() as ctx:
         x, y, constant = doubles(3), doubles(3), doubles(3).detach()
         a = gw.rpc_sync("worker1", torch.mul, (x * 2, y))
         b = gw.rpc_sync("worker1", torch.stack, ([x, constant, a, y, a],))
         gw.backward(ctx, [(b**2).sum()])
         a = x * 2 * y
         local = (torch.stack([x, constant, a, y, a]) ** 2).sum()
-        see_gradients(world, ctx, local, [[x, y], []])
+        check_gradients(world, ctx, local, [[x, y], []])
 
 
 # Nothing recorded
@@ -558,10 +559,10 @@ def test_gradients_through_other_encodings(options: dict[str, Any]) -> None:
 
 @ways
 def test_nothing_is_recorded_without_gradients_at_the_caller(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x, p = doubles(3), nn.Parameter(torch.rand(3))
         with torch.no_grad():
-            y = call("worker1", weigh, (x,))
+            y = call("worker1", apply_weight, (x,))
             z = call("worker1", torch.stack, ([p, p],))
         assert not y.requires_grad
         assert not z.requires_grad
@@ -574,24 +575,24 @@ def test_nothing_is_recorded_without_gradients_at_the_caller(call: Way) -> None:
 
 @torch.no_grad()
 def weigh_quietly(x: Tensor) -> Tensor:
-    return weigh(x)
+    return apply_weight(x)
 
 
 @two_ways
 def test_nothing_is_recorded_of_a_result_without_gradients(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         y = call("worker1", weigh_quietly, (x,))
         assert not y.requires_grad
         assert recorded(world, ctx) == [(1, 0), (0, 1)]
         gw.backward(ctx, [(y * x).sum()])
-        local = (weighed(x, 1).detach() * x).sum()
-        see_gradients(world, ctx, local, [[x], []])
+        local = (applied_locally(x, 1).detach() * x).sum()
+        check_gradients(world, ctx, local, [[x], []])
 
 
 @two_ways
 def test_nothing_is_recorded_where_no_tensor_needs_a_gradient(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         y = call("worker1", torch.add, (torch.ones(3), torch.ones(3)))
         assert not y.requires_grad
         assert recorded(world, ctx) == [(0, 0), (0, 0)]
@@ -599,9 +600,9 @@ def test_nothing_is_recorded_where_no_tensor_needs_a_gradient(call: Way) -> None
 
 @two_ways
 def test_nothing_is_recorded_outside_of_contexts(call: Way) -> None:
-    with world_of(2) as world:
+    with world_with_weights(2) as world:
         x = doubles(3)
-        y = call("worker1", weigh, (x,))
+        y = call("worker1", apply_weight, (x,))
         assert y.grad_fn is None
         assert [len(worker.autograd.contexts) for worker in world.workers] == [0, 0]
         with gw.context() as ctx:
@@ -609,20 +610,22 @@ def test_nothing_is_recorded_outside_of_contexts(call: Way) -> None:
 
 
 def test_calls_that_cannot_be_sent_leave_nothing() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         with pytest.raises(TypeError):
             gw.rpc_sync("worker1", same, ((x, threading.Lock()),))
         with pytest.raises(ValueError, match="nobody"):
             gw.rpc_sync("nobody", same, (x,))
         assert world[0].autograd.contexts.get(ctx).sends == {}
-        y = gw.rpc_sync("worker1", weigh, (x,))
+        y = gw.rpc_sync("worker1", apply_weight, (x,))
         gw.backward(ctx, [y.sum()])
-        see_gradients(world, ctx, weighed(x, 1).sum(), [[x], [weights["worker1"]]])
+        check_gradients(
+            world, ctx, applied_locally(x, 1).sum(), [[x], [weights["worker1"]]]
+        )
 
 
 def test_calls_of_others_are_not_of_this_context() -> None:
-    with world_of(2) as world, gw.context() as ctx, holding() as hold:
+    with world_with_weights(2) as world, gw.context() as ctx, holding() as hold:
         future = gw.rpc_async("worker1", held)
         assert world[1].rpc_sync("worker0", current_id) == 0
         assert gw.rpc_sync("worker1", current_id) == ctx
@@ -648,7 +651,7 @@ layouts = pytest.mark.parametrize("layout", [torch.jagged, torch.strided])
 @no_nested
 @layouts
 def test_what_cannot_be_recorded_is_not_sent(layout: torch.layout) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         with pytest.raises(
             TypeError, match="that requires grad cannot be sent in a con"
         ):
@@ -670,7 +673,7 @@ def square_jagged(values: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_the_parts_of_a_jagged_tensor_can_be_sent() -> None:
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         x = doubles(6, 3)
         jagged = torch.nested.nested_tensor_from_jagged(x, torch.tensor([0, 2, 6]))
         parts = jagged.values(), jagged.offsets()

@@ -12,17 +12,8 @@ from torch.autograd import Function
 
 from gradwire._transport.faulty import Faults
 from gradwire.errors import GradwireError, RemoteError, WorkerLostError
-from tests.autograd_world import (
-    ENOUGH,
-    Autograds,
-    Gate,
-    Raises,
-    autograds,
-    doubles,
-    there_and_back,
-)
-from tests.calls_world import orders
-from tests.sockets_world import socket_world
+from tests.autograd.functions import Gate, Raises, doubles, there_and_back
+from tests.worlds import LIMIT, Autograds, autograds, orders, socket_world, wait_until
 
 close = torch.testing.assert_close
 
@@ -243,7 +234,7 @@ def test_many_threads_with_their_own_contexts() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(ENOUGH)
+            thread.join(LIMIT)
         assert errors == []
         assert not any(thread.is_alive() for thread in threads)
         assert world.passes() == 0
@@ -261,7 +252,7 @@ def test_overlapping_passes_in_one_context() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(ENOUGH)
+            thread.join(LIMIT)
         assert not any(thread.is_alive() for thread in threads)
         local = (2 * x) * w * (2 * x)
         gx, gw = torch.autograd.grad(local.sum(), [x, w])
@@ -328,7 +319,7 @@ def test_an_error_anywhere_reaches_the_caller_and_goes_by(
             if at:
                 assert isinstance(e.value.__cause__.__cause__, RemoteError)
                 assert "in backward" in str(e.value.__cause__.__cause__)
-        world.until(lambda: world.passes() == 0)
+        wait_until(lambda: world.passes() == 0)
         Raises.is_on = False
         before = dict(world[0].get_gradients(context))
         for _ in range(49):
@@ -380,7 +371,7 @@ def test_a_delivery_that_lacks_a_gradient_is_an_error() -> None:
         world[1].ask = ask  # type: ignore[method-assign]
         with pytest.raises(RuntimeError, match="lacks gradients that are not void"):
             world[1].backward(context, [first.sum()])
-        world.until(lambda: world.passes() == 0)
+        wait_until(lambda: world.passes() == 0)
 
 
 def test_a_context_released_during_a_pass_is_an_error() -> None:
@@ -400,7 +391,7 @@ def test_a_context_released_during_a_pass_is_an_error() -> None:
         y = there_and_back(world, context, Releases.apply(x), Releases.apply)
         with pytest.raises(RuntimeError, match="Could not find autograd context"):
             world[0].backward(context, [y.sum()])
-        world.until(lambda: world.passes() == 0 and world.contexts() == 0)
+        wait_until(lambda: world.passes() == 0 and world.contexts() == 0)
 
 
 def test_a_pass_under_way_is_counted() -> None:
@@ -409,14 +400,14 @@ def test_a_pass_under_way_is_counted() -> None:
         loss = there_and_back(world, context, doubles(3), gate).sum()
         thread = threading.Thread(target=world[0].backward, args=(context, [loss]))
         thread.start()
-        assert gate.entered.wait(ENOUGH)
+        assert gate.entered.wait(LIMIT)
         for at in (0, 1):
             assert world[at].debug_info() == {
                 "num_current_backward_passes": 1,
                 "num_autograd_contexts": 1,
             }
         gate.open.set()
-        thread.join(ENOUGH)
+        thread.join(LIMIT)
         assert world.passes() == 0
 
 
@@ -442,18 +433,18 @@ def test_a_worker_killed_during_a_pass_ends_it_at_once(path: str) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        assert gate.entered.wait(ENOUGH)
+        assert gate.entered.wait(LIMIT)
         killed_at = time.monotonic()
         killer = threading.Thread(target=world.world.kill, args=(2,))
         killer.start()
-        thread.join(ENOUGH)
+        thread.join(LIMIT)
         assert not thread.is_alive()
         gate.open.set()
-        killer.join(ENOUGH)
+        killer.join(LIMIT)
         assert raised_at[0] - killed_at < 2
         assert isinstance(errors[0], WorkerLostError)
         world.services[2].close()
-        world.until(lambda: world.passes() == 0)
+        wait_until(lambda: world.passes() == 0)
 
 
 def test_a_pass_to_a_worker_that_is_gone_fails() -> None:
@@ -470,7 +461,7 @@ def test_contexts_of_a_lost_worker_end() -> None:
         context = world[0].new_context()
         world.transfer(0, 1, context.id, [doubles(3)])
         world.world.kill(0)
-        world.until(lambda: len(world[1].contexts) == 0)
+        wait_until(lambda: len(world[1].contexts) == 0)
 
 
 @pytest.mark.parametrize("is_over", [False, True])
@@ -483,10 +474,10 @@ def test_who_was_called_by_a_lost_worker_hears_of_the_end(is_over: bool) -> None
             world[0].contexts.remove(context.id)
         world.world.kill(1)
         if not is_over:
-            world.until(lambda: world[0].contexts.get(context.id).known == {2})
+            wait_until(lambda: world[0].contexts.get(context.id).known == {2})
             assert len(world[2].contexts) == 1
             world[0].release(context.id)
-        world.until(lambda: len(world[2].contexts) == 0)
+        wait_until(lambda: len(world[2].contexts) == 0)
 
 
 def test_a_release_that_is_lost_is_said_again(
@@ -502,7 +493,7 @@ def test_a_release_that_is_lost_is_said_again(
         for _ in range(10):
             with world[0].context() as context:
                 world.transfer(0, 1, context, [doubles(3)])
-        world.until(lambda: world.contexts() == 0)
+        wait_until(lambda: world.contexts() == 0)
 
 
 def test_delays_and_repeats_change_nothing() -> None:
@@ -559,5 +550,5 @@ def test_passes_over_sockets() -> None:
                 gx, gw = torch.autograd.grad(local.sum(), [x, w])
                 close(world[0].get_gradients(context), {x: gx})
                 close(world[1].get_gradients(context), {w: gw})
-        world.until(lambda: world.contexts() == 0)
+        wait_until(lambda: world.contexts() == 0)
         world.close()

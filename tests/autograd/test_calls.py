@@ -12,27 +12,28 @@ from torch import Tensor, nn
 import gradwire as gw
 from gradwire._rpc.async_execution import async_execution
 from gradwire.api import current_worker
-from tests.autograd_world import ENOUGH, doubles
-from tests.calls_world import held, holding, meanwhile, orders
-from tests.weighing import (
+from tests.autograd.functions import doubles
+from tests.autograd.weights import (
     Way,
+    applied_along_locally,
+    applied_locally,
+    apply_along,
+    apply_weight,
     by_async,
     by_remote,
     by_sync,
-    call_on,
-    called_on,
+    check_gradients,
     close,
     forget_gradients,
     recorded,
     same,
-    see_gradients,
     two_ways,
     ways,
-    weigh,
-    weighed,
     weights,
-    world_of,
+    world_with_weights,
 )
+from tests.rpc.functions import held, holding
+from tests.worlds import LIMIT, meanwhile, orders
 
 # Ways to call
 
@@ -40,119 +41,120 @@ from tests.weighing import (
 @ways
 @pytest.mark.parametrize("to", [0, 1])
 def test_gradients_come_back_through_each_way_to_call(call: Way, to: int) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         h = x * 2
-        y = call(f"worker{to}", weigh, (h,))
-        close(y, weighed(h, to))
+        y = call(f"worker{to}", apply_weight, (h,))
+        close(y, applied_locally(h, to))
         gw.backward(ctx, [(y * h).sum()])
-        local = (weighed(2 * x, to) * 2 * x).sum()
+        local = (applied_locally(2 * x, to) * 2 * x).sum()
         leaves: list[list[Tensor]] = [[x], []]
         leaves[to].append(weights[f"worker{to}"])
-        see_gradients(world, ctx, local, leaves)
+        check_gradients(world, ctx, local, leaves)
 
 
 @two_ways
 def test_gradients_of_a_result_alone(call: Way) -> None:
-    with world_of(2) as world, gw.context() as ctx:
-        y = call("worker1", weigh, (torch.ones(3),))
+    with world_with_weights(2) as world, gw.context() as ctx:
+        y = call("worker1", apply_weight, (torch.ones(3),))
         gw.backward(ctx, [y.sum()])
-        local = weighed(torch.ones(3), 1).sum()
-        see_gradients(world, ctx, local, [[], [weights["worker1"]]])
+        local = applied_locally(torch.ones(3), 1).sum()
+        check_gradients(world, ctx, local, [[], [weights["worker1"]]])
 
 
 def test_arguments_given_by_name() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x, y = doubles(3), doubles(3)
         kwargs = {"other": y, "alpha": 3}
         z = gw.rpc_sync("worker1", torch.add, (x * x,), kwargs)
         gw.backward(ctx, [z.sum()])
-        see_gradients(world, ctx, (x * x + 3 * y).sum(), [[x, y], []])
+        check_gradients(world, ctx, (x * x + 3 * y).sum(), [[x, y], []])
 
 
 @orders
 @pytest.mark.parametrize("path", "1 10 0 00 11 120 1010 121 1212012".split())
 def test_calls_that_make_calls(path: str, seed: int | None) -> None:
-    with world_of(3, seed=seed) as world, gw.context() as ctx:
+    with world_with_weights(3, seed=seed) as world, gw.context() as ctx:
         x = doubles(3)
         names = [f"worker{digit}" for digit in path]
         h = x * 2
-        y = gw.rpc_sync(names[0], call_on, (h, names[1:]))
+        y = gw.rpc_sync(names[0], apply_along, (h, names[1:]))
         gw.backward(ctx, [(y * h).sum()])
         h = x * 2
-        local = (called_on(h, names) * h).sum()
+        local = (applied_along_locally(h, names) * h).sum()
         leaves: list[list[Tensor]] = [[x], [], []]
         for name in set(names):
             leaves[int(name[-1])].append(weights[name])
-        see_gradients(world, ctx, local, leaves)
+        check_gradients(world, ctx, local, leaves)
 
 
 def test_many_calls_at_once() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
         h = x * 2
         futures = [
-            gw.rpc_async(f"worker{1 + i % 2}", weigh, (h * i,)) for i in range(20)
+            gw.rpc_async(f"worker{1 + i % 2}", apply_weight, (h * i,))
+            for i in range(20)
         ]
         total = torch.stack([future.wait() for future in futures]).sum()
         gw.backward(ctx, [total])
-        local = sum(weighed(2 * x * i, 1 + i % 2).sum() for i in range(20))
+        local = sum(applied_locally(2 * x * i, 1 + i % 2).sum() for i in range(20))
         assert isinstance(local, Tensor)
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local, own)
+        check_gradients(world, ctx, local, own)
 
 
 # References
 
 
 def weigh_at(rref: gw.RRef[Tensor]) -> Tensor:
-    return weigh(rref.to_here())
+    return apply_weight(rref.to_here())
 
 
 @pytest.mark.parametrize("owner", [0, 1, 2])
 def test_references_as_arguments(owner: int) -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
-        rref = gw.remote(f"worker{owner}", weigh, (x * 2,))
+        rref = gw.remote(f"worker{owner}", apply_weight, (x * 2,))
         y = gw.rpc_sync("worker2", weigh_at, (rref,))
         gw.backward(ctx, [(y * x).sum()])
-        local = (weighed(weighed(x * 2, owner), 2) * x).sum()
+        local = (applied_locally(applied_locally(x * 2, owner), 2) * x).sum()
         leaves = [[x], [], [weights["worker2"]]]
         if owner != 2:
             leaves[owner].append(weights[f"worker{owner}"])
-        see_gradients(world, ctx, local, leaves)
+        check_gradients(world, ctx, local, leaves)
 
 
 def test_a_reference_to_a_value_of_the_caller() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         y = gw.rpc_sync("worker1", weigh_at, (gw.RRef(x * 2),))
         gw.backward(ctx, [y.sum()])
-        local = weighed(x * 2, 1).sum()
-        see_gradients(world, ctx, local, [[x], [weights["worker1"]]])
+        local = applied_locally(x * 2, 1).sum()
+        check_gradients(world, ctx, local, [[x], [weights["worker1"]]])
 
 
 def test_a_value_fetched_several_times() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
-        rref = gw.remote("worker1", weigh, (x,))
+        rref = gw.remote("worker1", apply_weight, (x,))
         a, b = rref.to_here(), rref.to_here()
         c = gw.rpc_sync("worker2", weigh_at, (rref,))
         gw.backward(ctx, [(a * b * c).sum()])
-        w = weighed(x, 1)
-        local = (w * w * weighed(w, 2)).sum()
+        w = applied_locally(x, 1)
+        local = (w * w * applied_locally(w, 2)).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local, own)
+        check_gradients(world, ctx, local, own)
 
 
 def test_a_value_made_before_the_context_began() -> None:
-    with world_of(2) as world:
-        rref = gw.remote("worker1", weigh, (torch.ones(3),))
+    with world_with_weights(2) as world:
+        rref = gw.remote("worker1", apply_weight, (torch.ones(3),))
         assert rref.to_here().grad_fn is None
         with gw.context() as ctx:
             gw.backward(ctx, [(rref.to_here() ** 2).sum()])
-            local = (weighed(torch.ones(3), 1) ** 2).sum()
-            see_gradients(world, ctx, local, [[], [weights["worker1"]]])
+            local = (applied_locally(torch.ones(3), 1) ** 2).sum()
+            check_gradients(world, ctx, local, [[], [weights["worker1"]]])
         del rref
 
 
@@ -181,7 +183,7 @@ class Layer:
 
 @pytest.mark.parametrize("method", "forward forward_later forward_async".split())
 def test_methods_of_what_a_reference_stands_for(method: str) -> None:
-    with world_of(2) as world:
+    with world_with_weights(2) as world:
         rref = gw.remote("worker1", Layer)  # before the context began
         with gw.context() as ctx:
             x = doubles(3)
@@ -191,7 +193,7 @@ def test_methods_of_what_a_reference_stands_for(method: str) -> None:
             gw.backward(ctx, [c.sum()])
             layer = Layer.made.pop()
             local = layer.forward(layer.forward(layer.forward(x))).sum()
-            see_gradients(world, ctx, local, [[x], [layer.weight]])
+            check_gradients(world, ctx, local, [[x], [layer.weight]])
         del rref
 
 
@@ -203,7 +205,7 @@ def weigh_by_then(x: Tensor) -> torch.futures.Future[Tensor]:
     def weigh_here(future: Any) -> Tensor:
         return torch.sin(future.value()) * weights["worker1"]
 
-    return gw.rpc_async("worker2", weigh, (x,)).then(weigh_here)
+    return gw.rpc_async("worker2", apply_weight, (x,)).then(weigh_here)
 
 
 @async_execution
@@ -211,7 +213,7 @@ def weigh_by_two_thens(x: Tensor) -> torch.futures.Future[Tensor]:
     """What follows what follows: the second callback makes the call."""
 
     def weigh_there(future: Any) -> Tensor:
-        result = gw.rpc_sync("worker2", weigh, (future.value(),))
+        result = gw.rpc_sync("worker2", apply_weight, (future.value(),))
         return torch.sin(result) * weights["worker1"]
 
     return gw.rpc_async("worker2", same, (0,)).then(lambda _: x).then(weigh_there)
@@ -220,7 +222,7 @@ def weigh_by_two_thens(x: Tensor) -> torch.futures.Future[Tensor]:
 @async_execution
 def weigh_in_a_thread(x: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
-    there = gw.rpc_sync("worker2", weigh, (x,))
+    there = gw.rpc_sync("worker2", apply_weight, (x,))
 
     def finish() -> None:
         future.set_result(torch.sin(there) * weights["worker1"])
@@ -230,14 +232,14 @@ def weigh_in_a_thread(x: Tensor) -> torch.futures.Future[Tensor]:
 
 
 async def weigh_by_await(x: Tensor) -> Tensor:
-    there = await gw.rpc_async("worker2", weigh, (x,))
+    there = await gw.rpc_async("worker2", apply_weight, (x,))
     await asyncio.sleep(0)
     return torch.sin(there) * weights["worker1"]
 
 
 async def weigh_in_tasks(x: Tensor) -> Tensor:
     async def there() -> Tensor:
-        result: Tensor = await gw.rpc_async("worker2", weigh, (x,))
+        result: Tensor = await gw.rpc_async("worker2", apply_weight, (x,))
         return result
 
     (result,) = await asyncio.gather(asyncio.create_task(there()))
@@ -256,29 +258,29 @@ async def weigh_in_tasks(x: Tensor) -> Tensor:
     ],
 )
 def test_functions_that_answer_later(call: Way, func: Any) -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
         y = call("worker1", func, (x * 2,))
         gw.backward(ctx, [(y * x).sum()])
-        local = (weighed(weighed(x * 2, 2), 1) * x).sum()
+        local = (applied_locally(applied_locally(x * 2, 2), 1) * x).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local, own)
+        check_gradients(world, ctx, local, own)
 
 
 def test_callbacks_make_calls_of_the_context_they_were_given_in() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
 
-        def call_on(future: Any) -> Tensor:
-            result: Tensor = gw.rpc_sync("worker2", weigh, (future.value(),))
+        def apply_along(future: Any) -> Tensor:
+            result: Tensor = gw.rpc_sync("worker2", apply_weight, (future.value(),))
             return result
 
-        first = gw.rpc_async("worker1", weigh, (x,)).then(call_on)
-        y = first.then(call_on).wait()
+        first = gw.rpc_async("worker1", apply_weight, (x,)).then(apply_along)
+        y = first.then(apply_along).wait()
         gw.backward(ctx, [y.sum()])
-        local = weighed(weighed(weighed(x, 1), 2), 2).sum()
+        local = applied_locally(applied_locally(applied_locally(x, 1), 2), 2).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local, own)
+        check_gradients(world, ctx, local, own)
 
 
 def test_callbacks_do_not_run_in_the_context_of_who_completes_the_future() -> None:
@@ -289,7 +291,7 @@ def test_callbacks_do_not_run_in_the_context_of_who_completes_the_future() -> No
         current = contexts.current()
         seen.append(0 if current is None else current.id)
 
-    with world_of(2) as world, holding() as hold:
+    with world_with_weights(2) as world, holding() as hold:
         future = gw.rpc_async("worker1", held)  # in no context
         last = future.then(note).then(note)
         with gw.context():
@@ -300,31 +302,31 @@ def test_callbacks_do_not_run_in_the_context_of_who_completes_the_future() -> No
 
 
 def test_a_done_callback_makes_calls_of_its_context() -> None:
-    with world_of(2) as world, gw.context() as ctx, holding() as hold:
+    with world_with_weights(2) as world, gw.context() as ctx, holding() as hold:
         x, done, results = doubles(3), threading.Event(), []
 
-        def call_on(future: Any) -> None:
-            results.append(gw.rpc_sync("worker1", weigh, (x,)))
+        def apply_along(future: Any) -> None:
+            results.append(gw.rpc_sync("worker1", apply_weight, (x,)))
             done.set()
 
-        gw.rpc_async("worker1", held).add_done_callback(call_on)
+        gw.rpc_async("worker1", held).add_done_callback(apply_along)
         hold.release.set()
-        assert done.wait(ENOUGH)
+        assert done.wait(LIMIT)
         gw.backward(ctx, [results[0].sum()])
-        local = weighed(x, 1).sum()
-        see_gradients(world, ctx, local, [[x], [weights["worker1"]]])
+        local = applied_locally(x, 1).sum()
+        check_gradients(world, ctx, local, [[x], [weights["worker1"]]])
 
 
 def test_tasks_have_contexts_of_their_own() -> None:
     async def train(number: int) -> tuple[int, Tensor, Tensor]:
         x = doubles(3)
         with gw.context() as ctx:
-            y = await gw.rpc_async("worker1", weigh, (x * number,))
+            y = await gw.rpc_async("worker1", apply_weight, (x * number,))
             await asyncio.sleep(0.001 * (number % 3))
-            z = await gw.rpc_async("worker2", weigh, (y,))
+            z = await gw.rpc_async("worker2", apply_weight, (y,))
             gw.backward(ctx, [z.sum()])
             await asyncio.sleep(0)
-            local = weighed(weighed(x * number, 1), 2).sum()
+            local = applied_locally(applied_locally(x * number, 1), 2).sum()
             (expected,) = torch.autograd.grad(local, [x])
             found = gw.get_gradients(ctx)
             assert list(found) == [x]
@@ -333,7 +335,7 @@ def test_tasks_have_contexts_of_their_own() -> None:
     async def main() -> list[tuple[int, Tensor, Tensor]]:
         return await asyncio.gather(*map(train, range(1, 7)))
 
-    with world_of(3):
+    with world_with_weights(3):
         results = asyncio.run(main())
         assert len({ctx for ctx, _, _ in results}) == len(results)
         for _, found, expected in results:
@@ -342,7 +344,7 @@ def test_tasks_have_contexts_of_their_own() -> None:
 
 @pytest.mark.parametrize("func", [weigh_by_then, weigh_by_await, weigh_in_a_thread])
 def test_nothing_is_recorded_by_functions_that_answer_later(func: Any) -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         with torch.no_grad():
             gw.rpc_sync("worker1", func, (doubles(3),))
         assert recorded(world, ctx) == [(0, 0), (0, 0), (0, 0)]
@@ -353,7 +355,7 @@ def test_nothing_is_recorded_by_functions_that_answer_later(func: Any) -> None:
 
 @orders
 def test_threads_with_contexts_of_their_own(seed: int | None) -> None:
-    with world_of(3, seed=seed) as world:
+    with world_with_weights(3, seed=seed) as world:
 
         def train(number: int) -> Callable[[], None]:
             def body() -> None:
@@ -362,10 +364,10 @@ def test_threads_with_contexts_of_their_own(seed: int | None) -> None:
                         x = doubles(3)
                         with gw.context() as ctx:
                             path = [f"worker{(number + i) % 3}" for i in (1, 2, 3)]
-                            y = gw.rpc_sync(path[0], call_on, (x, path[1:]))
+                            y = gw.rpc_sync(path[0], apply_along, (x, path[1:]))
                             gw.backward(ctx, [(y * x).sum()])
                             found = gw.get_gradients(ctx)
-                            local = (called_on(x, path) * x).sum()
+                            local = (applied_along_locally(x, path) * x).sum()
                             close(found[x], torch.autograd.grad(local, [x])[0])
 
             return body
@@ -375,7 +377,7 @@ def test_threads_with_contexts_of_their_own(seed: int | None) -> None:
 
 
 def test_threads_that_share_a_context() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         context = world[0].autograd.contexts.get(ctx)
         leaves = [doubles(3) for _ in range(6)]
         results: list[Tensor] = []
@@ -384,7 +386,7 @@ def test_threads_that_share_a_context() -> None:
             def body() -> None:
                 contexts = world[0].autograd.contexts
                 with world.as_worker(0), contexts.entered(context):
-                    y = gw.rpc_sync("worker1", call_on, (x, ["worker2"]))
+                    y = gw.rpc_sync("worker1", apply_along, (x, ["worker2"]))
                     results.append(y)
 
             return body
@@ -392,22 +394,24 @@ def test_threads_that_share_a_context() -> None:
         with meanwhile(*map(train, leaves)):
             pass
         gw.backward(ctx, [y.sum() for y in results])
-        local = torch.stack([called_on(x, ["worker1", "worker2"]) for x in leaves])
+        local = torch.stack(
+            [applied_along_locally(x, ["worker1", "worker2"]) for x in leaves]
+        )
         own = [leaves, [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local.sum(), own)
+        check_gradients(world, ctx, local.sum(), own)
 
 
 # Beyond torch
 
 
 def test_gradients_also_added_to_grad_everywhere() -> None:
-    with world_of(3), gw.context() as ctx:
+    with world_with_weights(3), gw.context() as ctx:
         x = doubles(3)
-        y = gw.rpc_sync("worker1", call_on, (x, ["worker2"]))
+        y = gw.rpc_sync("worker1", apply_along, (x, ["worker2"]))
         for _ in range(2):
             gw.backward(ctx, [y.sum()], retain_graph=True, accumulate=True)
         found = [x.grad, weights["worker1"].grad, weights["worker2"].grad]
-        local = 2 * called_on(x, ["worker1", "worker2"]).sum()
+        local = 2 * applied_along_locally(x, ["worker1", "worker2"]).sum()
         leaves = [x, weights["worker1"], weights["worker2"]]
         close(found, list(torch.autograd.grad(local, leaves)))
         close(gw.get_gradients(ctx)[x], x.grad)
@@ -416,34 +420,34 @@ def test_gradients_also_added_to_grad_everywhere() -> None:
 @pytest.mark.parametrize("to", [0, 1])
 @two_ways
 def test_second_derivatives_through_calls(call: Way, to: int) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x, w = doubles(3), weights[f"worker{to}"]
-        y = (call(f"worker{to}", weigh, (x**3,)) * x).sum()
+        y = (call(f"worker{to}", apply_weight, (x**3,)) * x).sum()
         (slope,) = gw.grad(ctx, [y], [x], create_graph=True)
         assert slope is not None
         gw.backward(ctx, [(slope**2).sum()])
-        local = (weighed(x**3, to) * x).sum()
+        local = (applied_locally(x**3, to) * x).sum()
         (local_slope,) = torch.autograd.grad(local, [x], create_graph=True)
         close(slope, local_slope)
         leaves = [[x], [w]] if to else [[x, w], []]
-        see_gradients(world, ctx, (local_slope**2).sum(), leaves)
+        check_gradients(world, ctx, (local_slope**2).sum(), leaves)
 
 
 def test_second_derivatives_through_nested_calls() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
         path = ["worker1", "worker2", "worker0"]
-        y = gw.rpc_sync(path[0], call_on, (x, path[1:])).sum()
+        y = gw.rpc_sync(path[0], apply_along, (x, path[1:])).sum()
         gw.backward(ctx, [y], create_graph=True)
         slope = gw.get_gradients(ctx)[x]
-        close(slope, torch.autograd.grad(called_on(x, path).sum(), [x])[0])
+        close(slope, torch.autograd.grad(applied_along_locally(x, path).sum(), [x])[0])
         forget_gradients(world, ctx)
         gw.backward(ctx, [(slope**2).sum()])
-        local = called_on(x, path).sum()
+        local = applied_along_locally(x, path).sum()
         (local_slope,) = torch.autograd.grad(local, [x], create_graph=True)
         own = [[weights[f"worker{i}"]] for i in range(3)]
         leaves = [[x, *own[0]], own[1], own[2]]
-        see_gradients(world, ctx, (local_slope**2).sum(), leaves)
+        check_gradients(world, ctx, (local_slope**2).sum(), leaves)
 
 
 # A model over three workers
@@ -482,7 +486,7 @@ def test_a_model_over_three_workers_trains_as_it_does_locally(
         if theirs is not None:
             mine.load_state_dict(theirs.state_dict())
     optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
-    with world_of(3, seed=seed):
+    with world_with_weights(3, seed=seed):
         for _ in range(5):
             x, target = torch.rand(6, 4).double(), torch.rand(6, 2).double()
             with gw.context() as ctx:

@@ -11,8 +11,8 @@ from gradwire._autograd import context_release
 from gradwire._autograd.context_release import Releases
 from gradwire._autograd.messages import Release
 from gradwire.testing import World
-from tests.autograd_world import autograds, doubles
-from tests.calls_world import until
+from tests.autograd.functions import doubles
+from tests.worlds import autograds, wait_until
 
 
 class Office:
@@ -106,7 +106,7 @@ def test_the_next_request_of_a_context_tells_of_the_last(
                 gw.rpc_sync("worker1", torch.exp, args=(x,))
         with gw.context():
             gw.rpc_sync("worker1", max, args=(1, 2))
-            until(lambda: len(world[1].autograd.contexts) == 1)
+            wait_until(lambda: len(world[1].autograd.contexts) == 1)
 
 
 @pytest.mark.parametrize("is_general", [False, True])
@@ -117,4 +117,4 @@ def test_a_request_that_fails_there_leaves_no_context(is_general: bool) -> None:
                 gw.rpc_sync("worker1", fail, kwargs={})
             with gw.context(), pytest.raises(TypeError):
                 gw.rpc_sync("worker1", fail, args=(object,) if is_general else (1,))
-        world.until(lambda: world.contexts() == 0)
+        wait_until(lambda: world.contexts() == 0)

@@ -21,9 +21,16 @@ from gradwire._autograd.messages import About, Done, step, unpack
 from gradwire.api import current_worker, enter
 from gradwire.errors import GradwireError, WorkerLostError
 from gradwire.testing import World
-from tests.autograd_world import ENOUGH, Autograds, autograds, doubles
+from tests.autograd.functions import doubles
 from tests.processes import Process, Processes
-from tests.sockets_world import sockets_as_first, together, wait_until
+from tests.worlds import (
+    LIMIT,
+    Autograds,
+    autograds,
+    sockets_as_first,
+    together,
+    wait_until,
+)
 
 close = torch.testing.assert_close
 
@@ -31,25 +38,25 @@ torch.manual_seed(0)
 weight = doubles(3)  # each process has its own, with the same numbers
 
 
-def weigh(x: Tensor) -> Tensor:
+def apply_weight(x: Tensor) -> Tensor:
     return torch.sin(x) * weight
 
 
-def call_on(x: Tensor, path: list[str]) -> Tensor:
+def apply_along(x: Tensor, path: list[str]) -> Tensor:
     if not path:
-        return weigh(x)
-    h = weigh(x)
-    result: Tensor = gw.rpc_sync(path[0], call_on, (h, path[1:])) * h
+        return apply_weight(x)
+    h = apply_weight(x)
+    result: Tensor = gw.rpc_sync(path[0], apply_along, (h, path[1:])) * h
     return result
 
 
-def called_on(x: Tensor, path: list[str]) -> Tensor:
-    """The sum of what `call_on` returns, computed here."""
+def applied_along_locally(x: Tensor, path: list[str]) -> Tensor:
+    """The sum of what `apply_along` returns, computed here."""
     if not path:
-        return weigh(x).sum()
-    steps = [weigh(x)]
+        return apply_weight(x).sum()
+    steps = [apply_weight(x)]
     for _ in path:
-        steps.append(weigh(steps[-1]))
+        steps.append(apply_weight(steps[-1]))
     return torch.stack(steps).prod(0).sum()
 
 
@@ -72,8 +79,8 @@ def test_no_pass_is_under_way_when_backward_returns(seed: int | None) -> None:
         for _ in range(20):
             with gw.context() as ctx:
                 x = doubles(3)
-                y = call_on(x, ["worker1", "worker2", "worker0", "worker1"])
-                gw.rpc_sync("worker2", weigh, (y,))  # not used
+                y = apply_along(x, ["worker1", "worker2", "worker0", "worker1"])
+                gw.rpc_sync("worker2", apply_weight, (y,))  # not used
                 gw.backward(ctx, [y.sum()])
                 assert Autograds(world.workers).passes() == 0
 
@@ -110,10 +117,10 @@ class _Release(torch.autograd.Function):
 
 def release_in_backward(x: Tensor, context: int, path: list[str]) -> Tensor:
     if path:
-        args = weigh(x), context, path[1:]
+        args = apply_weight(x), context, path[1:]
         result: Tensor = gw.rpc_sync(path[0], release_in_backward, args)
         return result * x
-    return _Release.apply(weigh(x), context)
+    return _Release.apply(apply_weight(x), context)
 
 
 @pytest.mark.parametrize("seed", [None, 1])
@@ -130,7 +137,7 @@ def test_a_context_released_in_a_pass_on_any_worker(
                 y = gw.rpc_sync(first, release_in_backward, (x * 2, ctx, rest))
                 with pytest.raises(GradwireError, match="Could not find autograd cont"):
                     gw.backward(ctx, [(y * x).sum()])
-            services.until(lambda: not services.passes() + services.contexts())
+            wait_until(lambda: not services.passes() + services.contexts())
 
 
 def test_a_context_that_ends_while_another_thread_runs_its_pass() -> None:
@@ -139,13 +146,13 @@ def test_a_context_that_ends_while_another_thread_runs_its_pass() -> None:
 
     def hook(gradient: Tensor) -> None:
         entered.set()
-        assert go_on.wait(ENOUGH)
+        assert go_on.wait(LIMIT)
 
     with World(2) as world, world.as_worker(0):
         with gw.context() as ctx:
             h = doubles(3) * 2
             h.register_hook(hook)
-            loss = (gw.rpc_sync("worker1", weigh, (h,)) * 2).sum()
+            loss = (gw.rpc_sync("worker1", apply_weight, (h,)) * 2).sum()
 
             def run() -> None:
                 try:
@@ -155,12 +162,12 @@ def test_a_context_that_ends_while_another_thread_runs_its_pass() -> None:
 
             thread = threading.Thread(target=run)
             thread.start()
-            assert entered.wait(ENOUGH)
+            assert entered.wait(LIMIT)
         go_on.set()
-        thread.join(ENOUGH)
+        thread.join(LIMIT)
         assert "Could not find autograd context" in str(errors[0])
         services = Autograds(world.workers)
-        services.until(lambda: not services.passes() + services.contexts())
+        wait_until(lambda: not services.passes() + services.contexts())
 
 
 @contextmanager
@@ -174,8 +181,8 @@ sockets = partial(sockets_as_first, 2)
 
 def one_round(x: Tensor) -> None:
     with gw.context() as ctx:
-        y = gw.rpc_sync("worker1", weigh, (x * 2,))
-        z = gw.remote("worker1", weigh, (y,)).to_here()
+        y = gw.rpc_sync("worker1", apply_weight, (x * 2,))
+        z = gw.remote("worker1", apply_weight, (y,)).to_here()
         gw.backward(ctx, [(z * y).sum()])
         gw.get_gradients(ctx)
 
@@ -265,9 +272,11 @@ def train_in_threads(count: int, path: list[str]) -> int:
         for _ in range(3):
             x = doubles(3)
             with gw.context() as ctx:
-                y = call_on(x * number, path)
+                y = apply_along(x * number, path)
                 gw.backward(ctx, [y.sum()])
-                (expected,) = torch.autograd.grad(called_on(x * number, path), [x])
+                (expected,) = torch.autograd.grad(
+                    applied_along_locally(x * number, path), [x]
+                )
                 close(gw.get_gradients(ctx)[x], expected)
         exact.append(number)
 
@@ -300,13 +309,13 @@ def weigh_for_ever(x: Tensor) -> Tensor:
         gw.rpc_sync("worker0", has_entered)
         threading.Event().wait()
 
-    result = weigh(x)
+    result = apply_weight(x)
     result.register_hook(hook)
     return result
 
 
 def wait_for_it(x: Tensor) -> Tensor:
-    h = weigh(x)
+    h = apply_weight(x)
     result: Tensor = gw.rpc_sync("worker2", weigh_for_ever, (h,)) * h
     return result
 
@@ -335,7 +344,7 @@ def test_a_worker_that_is_killed_in_a_pass(processes: Processes) -> None:
         with gw.context() as ctx:
             x = doubles(3)
             y = gw.rpc_sync("worker1", wait_for_it, (x * 2,))
-            z = gw.rpc_sync("worker3", weigh, (y,))
+            z = gw.rpc_sync("worker3", apply_weight, (y,))
 
             def run() -> None:
                 try:
@@ -346,10 +355,10 @@ def test_a_worker_that_is_killed_in_a_pass(processes: Processes) -> None:
             worker = current_worker()
             thread = threading.Thread(target=run)
             thread.start()
-            assert _entered.wait(ENOUGH)
+            assert _entered.wait(LIMIT)
             killed_at = time.monotonic()
             victim.kill()
-            thread.join(ENOUGH)
+            thread.join(LIMIT)
             ((raised_at, error),) = caught
             assert isinstance(error, WorkerLostError)
             assert "worker2" in str(error)
@@ -359,6 +368,6 @@ def test_a_worker_that_is_killed_in_a_pass(processes: Processes) -> None:
             assert [gw.rpc_sync(name, passes) for name in ["worker0", *left]] == [0] * 3
         wait_until(lambda: not any(gw.rpc_sync(w, contexts) for w in left))
         with gw.context() as ctx:
-            gw.backward(ctx, [(gw.rpc_sync("worker1", weigh, (x,)) * x).sum()])
-            expected = torch.autograd.grad((weigh(x) * x).sum(), [x])[0]
+            gw.backward(ctx, [(gw.rpc_sync("worker1", apply_weight, (x,)) * x).sum()])
+            expected = torch.autograd.grad((apply_weight(x) * x).sum(), [x])[0]
             close(gw.get_gradients(ctx)[x], expected)

@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.autograd_world import autograds
-from tests.sockets_world import socket_world
+from tests.worlds import autograds, socket_world
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="there is no GPU here"

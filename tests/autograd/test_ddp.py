@@ -14,9 +14,9 @@ from torch.nn.parallel import DistributedDataParallel
 import gradwire as gw
 from gradwire._autograd import ddp
 from gradwire.api import current_worker, enter
-from tests.autograd_world import ENOUGH, Gate, autograds
-from tests.calls_world import meanwhile
+from tests.autograd.functions import Gate
 from tests.processes import Processes
+from tests.worlds import LIMIT, autograds, meanwhile
 
 close = torch.testing.assert_close
 
@@ -200,7 +200,7 @@ def test_a_leaf_that_is_shared_by_way_of_another() -> None:
         (c,) = world.transfer(2, 0, context, [there * 1])
 
         def let_go() -> None:
-            assert gate.entered.wait(ENOUGH)
+            assert gate.entered.wait(LIMIT)
             known, waited = world[1].contexts.get(context), 0
             while second not in known.gradients and waited < 200:  # or they are one run
                 time.sleep(0.001)
@@ -225,7 +225,7 @@ def test_a_module_that_another_pass_does_not_let_go(
                 world[0].backward(context, [gate(parallel(sample())).sum()])
 
         with meanwhile(work):
-            assert gate.entered.wait(ENOUGH)
+            assert gate.entered.wait(LIMIT)
             with world[0].context() as context:
                 loss = parallel(sample()).sum()
                 with pytest.raises(gw.GradwireError, match="used by another backward"):
@@ -309,7 +309,7 @@ def end_group() -> None:
 scale = torch.full((2,), 3.0, dtype=torch.float64, requires_grad=True)
 
 
-def weigh(y: Tensor) -> Tensor:
+def apply_weight(y: Tensor) -> Tensor:
     return torch.sin(y) * scale
 
 
@@ -318,8 +318,10 @@ def train(x: Tensor, *, accumulate: bool) -> dict[str, Any]:
     module, parallel = _trainers["module"], _trainers["parallel"]
     h = x * 2
     with gw.context() as ctx:
-        y = gw.rpc_sync("worker0", weigh, (parallel(h),))
-        z = gw.rpc_sync("worker0", weigh, (parallel(y @ torch.ones(2, 3).double()),))
+        y = gw.rpc_sync("worker0", apply_weight, (parallel(h),))
+        z = gw.rpc_sync(
+            "worker0", apply_weight, (parallel(y @ torch.ones(2, 3).double()),)
+        )
         gw.backward(ctx, [(z * y).sum()], accumulate=accumulate)
         found = gw.get_gradients(ctx)
     return {
@@ -329,8 +331,8 @@ def train(x: Tensor, *, accumulate: bool) -> dict[str, Any]:
 
 
 def locally(module: nn.Module, x: Tensor) -> list[Tensor]:
-    y = weigh(module(x * 2))
-    z = weigh(module(y @ torch.ones(2, 3).double()))
+    y = apply_weight(module(x * 2))
+    z = apply_weight(module(y @ torch.ones(2, 3).double()))
     return list(torch.autograd.grad((z * y).sum(), list(module.parameters())))
 
 

@@ -11,8 +11,9 @@ from torch import Tensor
 import gradwire as gw
 from gradwire._autograd import device_queues
 from gradwire.testing import World
+from tests.autograd.functions import Raises
 from tests.autograd.programs import check, draw
-from tests.autograd_world import ENOUGH, Raises, autograds
+from tests.worlds import LIMIT, autograds
 
 close = torch.testing.assert_close
 CPU = torch.device("cpu")
@@ -87,7 +88,7 @@ def test_a_residual_path_over_devices_does_not_hang(times: int) -> None:
                     target=world[0].autograd.backward, args=(ctx, [loss]), daemon=True
                 )
                 thread.start()
-                thread.join(ENOUGH)
+                thread.join(LIMIT)
                 assert not thread.is_alive()
                 h = x * 2
                 z = torch.cos(mixed(torch.sin(h), "cpu", times) * h)

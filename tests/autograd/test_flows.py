@@ -14,28 +14,28 @@ import gradwire as gw
 from gradwire.api import current_worker
 from gradwire.errors import CallTimeout, GradwireError, RemoteError, WorkerLostError
 from gradwire.testing import World
-from tests.autograd_world import ENOUGH, Raises, doubles
-from tests.calls_world import Boom, boom, held, holding, meanwhile, orders, until
-from tests.weighing import (
+from tests.autograd.functions import Raises, doubles
+from tests.autograd.weights import (
     Way,
+    applied_along_locally,
+    applied_locally,
+    apply_along,
+    apply_weight,
     by_async,
     by_remote,
     by_sync,
-    call_on,
-    called_on,
+    check_gradients,
     close,
     current_id,
     forget_gradients,
     known,
     same,
-    see_gradients,
-    see_nothing_left,
     two_ways,
-    weigh,
-    weighed,
     weights,
-    world_of,
+    world_with_weights,
 )
+from tests.rpc.functions import Boom, boom, held, holding
+from tests.worlds import LIMIT, meanwhile, orders, wait_until, wait_until_no_contexts
 
 _hooked, _resume = threading.Event(), threading.Event()
 """A backward has come to where it waits, and may go on (`weigh_hooked`)."""
@@ -64,7 +64,7 @@ RECV = "torch::distributed::autograd::RecvRpcBackward"
     [(by_sync, 0), (by_async, 0), (by_sync, 1), (by_async, 1), (by_remote, 1)],
 )
 def test_the_graph_of_a_call(call: Way, to: int) -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         a, b = doubles(3), doubles(3)
         y = call(f"worker{to}", torch.add, (a, b))
         here, *there = known(world, ctx)
@@ -91,7 +91,7 @@ def add_at(to: str, a: Tensor, b: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("to", [0, 2])
 def test_the_graph_of_a_nested_call(to: int) -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         a, b = doubles(3), doubles(3)
         y = gw.rpc_sync("worker1", add_at, (f"worker{to}", a, b))
         assert y.grad_fn.name() == RECV
@@ -107,7 +107,7 @@ def test_the_graph_of_a_nested_call(to: int) -> None:
 
 
 def test_what_arrives_together_has_one_node() -> None:
-    with world_of(2), gw.context():
+    with world_with_weights(2), gw.context():
         x = doubles(3)
         outputs = gw.rpc_sync("worker1", torch.unbind, (x * 2,))
         assert len(outputs) == 3
@@ -119,7 +119,7 @@ def test_what_arrives_together_has_one_node() -> None:
 
 
 def test_ids_tell_who_began_a_context() -> None:
-    with world_of(2) as world:
+    with world_with_weights(2) as world:
         with gw.context() as first:
             pass
         with gw.context() as second:
@@ -139,7 +139,7 @@ def call_count(to: str, ctx: int) -> int:
 
 
 def test_workers_are_known_also_where_no_tensor_travels() -> None:
-    with world_of(4) as world, gw.context() as ctx:
+    with world_with_weights(4) as world, gw.context() as ctx:
         gw.rpc_sync("worker1", call_count, ("worker2", ctx))
         gw.rpc_async("worker0", count_known, (ctx,)).wait()
         contexts = [world[i].autograd.contexts.get(ctx) for i in range(3)]
@@ -150,21 +150,21 @@ def test_workers_are_known_also_where_no_tensor_travels() -> None:
 
 
 def test_contexts_are_released_everywhere_after_the_block() -> None:
-    with world_of(3) as world:
+    with world_with_weights(3) as world:
         with gw.context() as ctx:
-            gw.rpc_sync("worker1", call_on, (doubles(3), ["worker2"]))
+            gw.rpc_sync("worker1", apply_along, (doubles(3), ["worker2"]))
             assert [len(w.autograd.contexts) for w in world.workers] == [1, 1, 1]
-        see_nothing_left(world)
+        wait_until_no_contexts(world)
         for worker in world.workers:
             with pytest.raises(GradwireError, match=f"context with id: {ctx}"):
                 worker.autograd.get_gradients(ctx)
 
 
 def test_contexts_are_released_everywhere_when_the_block_fails() -> None:
-    with world_of(3) as world:
+    with world_with_weights(3) as world:
         with pytest.raises(Boom), gw.context():
-            boom_with(gw.rpc_sync("worker1", call_on, (doubles(3), ["worker2"])))
-        see_nothing_left(world)
+            boom_with(gw.rpc_sync("worker1", apply_along, (doubles(3), ["worker2"])))
+        wait_until_no_contexts(world)
         with gw.context() as ctx:  # and there is no context any more
             assert current_id() == ctx
 
@@ -174,7 +174,7 @@ def boom_with(x: Tensor) -> None:
 
 
 def test_contexts_reached_only_by_calls_that_failed_are_released() -> None:
-    with world_of(3) as world:
+    with world_with_weights(3) as world:
         with gw.context() as ctx:
             with pytest.raises(Boom):
                 gw.rpc_sync("worker1", boom_with, (doubles(3),))
@@ -182,28 +182,28 @@ def test_contexts_reached_only_by_calls_that_failed_are_released() -> None:
                 gw.remote("worker2", boom).to_here()
             for i in (1, 2):
                 assert ctx in [c.id for c in world[i].autograd.contexts]
-        see_nothing_left(world)
+        wait_until_no_contexts(world)
 
 
 def test_a_context_released_while_its_call_runs() -> None:
-    with world_of(2) as world:
+    with world_with_weights(2) as world:
         with holding() as hold:
             with gw.context():
                 future = gw.rpc_async("worker1", held, (doubles(3),))
-                assert hold.entered.wait(ENOUGH)
-            until(lambda: not len(world[1].autograd.contexts))
+                assert hold.entered.wait(LIMIT)
+            wait_until(lambda: not len(world[1].autograd.contexts))
             hold.release.set()
             result = future.wait()
         assert result.grad_fn is None
-        see_nothing_left(world)
+        wait_until_no_contexts(world)
 
 
 class EndsContexts:
-    """Takes until there is no context any more to be pickled."""
+    """Takes wait_until there is no context any more to be pickled."""
 
     def __reduce__(self) -> Any:
         contexts = current_worker().autograd.contexts
-        until(lambda: not len(contexts))
+        wait_until(lambda: not len(contexts))
         return same, (1,)
 
 
@@ -213,10 +213,10 @@ def call_late(x: Tensor) -> None:
 
 
 def test_a_call_that_leaves_when_its_context_is_over() -> None:
-    with world_of(3) as world, holding() as hold:
+    with world_with_weights(3) as world, holding() as hold:
         with gw.context():
             future = gw.rpc_async("worker1", call_late, (doubles(3),))
-            assert hold.entered.wait(ENOUGH)
+            assert hold.entered.wait(LIMIT)
             hold.release.set()
         future.wait()
         assert [len(worker.autograd.contexts) for worker in world.workers] == [0] * 3
@@ -229,7 +229,7 @@ def open_context() -> int:
 
 def test_contexts_are_not_nested() -> None:
     text = "Already have an autograd context id for this thread"
-    with world_of(2):
+    with world_with_weights(2):
         with gw.context():
             with pytest.raises(GradwireError, match=text), gw.context():
                 pass
@@ -240,10 +240,10 @@ def test_contexts_are_not_nested() -> None:
 
 
 def test_unknown_contexts() -> None:
-    with world_of(2):
+    with world_with_weights(2):
         with gw.context() as ctx:
             x = doubles(3)
-            y = gw.rpc_sync("worker1", weigh, (x,)).sum()
+            y = gw.rpc_sync("worker1", apply_weight, (x,)).sum()
             text = f"Could not find autograd context with id: {ctx + 1}"
             with pytest.raises(GradwireError, match=text):
                 gw.get_gradients(ctx + 1)
@@ -268,22 +268,22 @@ def keep_last(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_tensors_of_another_context_may_be_sent_if_nothing_uses_them() -> None:
-    with world_of(2) as world:
+    with world_with_weights(2) as world:
         for _ in range(2):
             with gw.context() as ctx:
                 x = doubles(3)
                 y, last = gw.rpc_sync("worker1", keep_last, (x,))
                 gw.backward(ctx, [y.sum()], retain_graph=True)
-                see_gradients(world, ctx, 2 * x.sum(), [[x], []])
+                check_gradients(world, ctx, 2 * x.sum(), [[x], []])
                 if ctx > 1:
                     with pytest.raises(GradwireError, match="arrived in context 1 is"):
                         gw.backward(ctx, [(y * last).sum()])
 
 
 def test_tensors_of_one_context_are_refused_in_another() -> None:
-    with world_of(2):
+    with world_with_weights(2):
         with gw.context():
-            y = gw.rpc_sync("worker1", weigh, (doubles(3),))
+            y = gw.rpc_sync("worker1", apply_weight, (doubles(3),))
         with gw.context() as ctx:
             with pytest.raises(RuntimeError, match="arrived in context"):
                 gw.backward(ctx, [y.sum()])
@@ -295,11 +295,11 @@ def own_gradient(ctx: int) -> Tensor:
 
 
 def test_each_worker_gets_its_gradients() -> None:
-    with world_of(3), gw.context() as ctx:
+    with world_with_weights(3), gw.context() as ctx:
         x = doubles(3)
-        y = gw.rpc_sync("worker1", call_on, (x, ["worker2"]))
+        y = gw.rpc_sync("worker1", apply_along, (x, ["worker2"]))
         gw.backward(ctx, [y.sum()])
-        local = called_on(x, ["worker1", "worker2"]).sum()
+        local = applied_along_locally(x, ["worker1", "worker2"]).sum()
         leaves = [weights["worker1"], weights["worker2"]]
         expected = torch.autograd.grad(local, leaves)
         for i in (1, 2):
@@ -313,21 +313,21 @@ def test_each_worker_gets_its_gradients() -> None:
 
 
 def test_several_passes_add_up() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
-        y = gw.rpc_sync("worker1", call_on, (x, ["worker2", "worker0"]))
+        y = gw.rpc_sync("worker1", apply_along, (x, ["worker2", "worker0"]))
         for _ in range(3):
             gw.backward(ctx, [y.sum()], retain_graph=True)
         gw.backward(ctx, [(y * x).sum()])
-        y = called_on(x, ["worker1", "worker2", "worker0"])
+        y = applied_along_locally(x, ["worker1", "worker2", "worker0"])
         local = 3 * y.sum() + (y * x).sum()
         own = [[weights[f"worker{i}"]] for i in range(3)]
-        see_gradients(world, ctx, local, [[x, *own[0]], own[1], own[2]])
+        check_gradients(world, ctx, local, [[x, *own[0]], own[1], own[2]])
 
 
 def test_a_graph_that_was_not_retained_cannot_be_used_again() -> None:
-    with world_of(2), gw.context() as ctx:
-        y = gw.rpc_sync("worker1", weigh, (doubles(3),)).sum()
+    with world_with_weights(2), gw.context() as ctx:
+        y = gw.rpc_sync("worker1", apply_weight, (doubles(3),)).sum()
         gw.backward(ctx, [y], retain_graph=True)
         gw.backward(ctx, [y])
         with pytest.raises(GradwireError, match=r"Error on Node \d: .*second time"):
@@ -340,7 +340,7 @@ def weigh_once_more(x: Tensor) -> Tensor:
 
 def test_a_forward_after_a_pass_that_went_over_a_leaf_with_a_hook() -> None:
     """What the first pass has freed is not run again, although the leaf puts both together."""
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         w, x = doubles(3), torch.rand(3, dtype=torch.float64)
         weights["hooked"] = w
         seen: list[Tensor] = []
@@ -348,46 +348,46 @@ def test_a_forward_after_a_pass_that_went_over_a_leaf_with_a_hook() -> None:
         for _ in range(3):
             y = gw.rpc_sync("worker1", weigh_once_more, (x,))
             gw.backward(ctx, [y.sum()])
-        see_gradients(world, ctx, 3 * torch.sin(x * w).sum(), [[], [w]])
+        check_gradients(world, ctx, 3 * torch.sin(x * w).sum(), [[], [w]])
         assert len(seen) == 4  # and one here
 
 
 def test_several_roots() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         x = doubles(3)
-        a = gw.rpc_sync("worker1", weigh, (x,))
-        b = gw.rpc_sync("worker2", weigh, (a,))
+        a = gw.rpc_sync("worker1", apply_weight, (x,))
+        b = gw.rpc_sync("worker2", apply_weight, (a,))
         gw.backward(ctx, [a.sum(), b.sum(), (a * b).sum(), (x * 2).sum()])
-        a = weighed(x, 1)
-        b = weighed(a, 2)
+        a = applied_locally(x, 1)
+        b = applied_locally(a, 2)
         local = a.sum() + b.sum() + (a * b).sum() + (x * 2).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local, own)
+        check_gradients(world, ctx, local, own)
 
 
 def test_a_root_that_arrived() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         gw.backward(ctx, [gw.rpc_sync("worker1", torch.sum, (x * x,))])
-        see_gradients(world, ctx, (x * x).sum(), [[x], []])
+        check_gradients(world, ctx, (x * x).sum(), [[x], []])
 
 
 def backward_there(ctx: int, x: Tensor) -> None:
-    gw.backward(ctx, [weigh(x).sum()])
+    gw.backward(ctx, [apply_weight(x).sum()])
 
 
 def test_a_pass_begun_on_another_worker() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
         gw.rpc_sync("worker1", backward_there, (ctx, x * 2))
-        local = weighed(x * 2, 1).sum()
-        see_gradients(world, ctx, local, [[x], [weights["worker1"]]])
+        local = applied_locally(x * 2, 1).sum()
+        check_gradients(world, ctx, local, [[x], [weights["worker1"]]])
 
 
 def test_a_pass_begun_in_another_thread() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
-        y = gw.rpc_sync("worker1", weigh, (x,)).sum()
+        y = gw.rpc_sync("worker1", apply_weight, (x,)).sum()
         seen: list[int] = []
 
         def run() -> None:
@@ -398,70 +398,72 @@ def test_a_pass_begun_in_another_thread() -> None:
         with meanwhile(run):
             pass
         assert seen == [0]
-        see_gradients(world, ctx, weighed(x, 1).sum(), [[x], [weights["worker1"]]])
+        check_gradients(
+            world, ctx, applied_locally(x, 1).sum(), [[x], [weights["worker1"]]]
+        )
 
 
 def fan_out(x: Tensor) -> list[Tensor]:
-    return [weigh(x), torch.exp(x), x * 2, x.detach()]
+    return [apply_weight(x), torch.exp(x), x * 2, x.detach()]
 
 
 def waste(x: Tensor) -> Tensor:
     """Makes calls whose results it does not use."""
-    gw.rpc_sync("worker2", weigh, (x,))
+    gw.rpc_sync("worker2", apply_weight, (x,))
     gw.rpc_sync("worker0", fan_out, (x,))
     gw.rpc_sync("worker2", same, (0,), {})
-    return weigh(x)
+    return apply_weight(x)
 
 
 def forget(x: Tensor) -> int:
-    gw.rpc_sync("worker2", weigh, (weigh(x),))
+    gw.rpc_sync("worker2", apply_weight, (apply_weight(x),))
     return 1
 
 
 @orders
 def test_results_that_are_not_used(seed: int | None) -> None:
-    with world_of(3, seed=seed) as world, gw.context() as ctx:
+    with world_with_weights(3, seed=seed) as world, gw.context() as ctx:
         x = doubles(3)
-        gw.rpc_sync("worker1", weigh, (x,))
+        gw.rpc_sync("worker1", apply_weight, (x,))
         gw.rpc_sync("worker2", fan_out, (x * 2,))
         a, b, *_ = gw.rpc_sync("worker1", fan_out, (x * 3,))
         c = gw.rpc_sync("worker1", waste, (a,))
         gw.rpc_sync("worker2", forget, (b,))
         gw.rpc_sync("worker1", forget, (c,))
-        gw.remote("worker1", weigh, (c,))
+        gw.remote("worker1", apply_weight, (c,))
         gw.backward(ctx, [(c * x).sum()])
-        local = (weighed(weighed(x * 3, 1), 1) * x).sum()
-        see_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
+        local = (applied_locally(applied_locally(x * 3, 1), 1) * x).sum()
+        check_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
 
 
 def test_a_pass_that_needs_nobody_else() -> None:
-    with world_of(2) as world, gw.context() as ctx:
+    with world_with_weights(2) as world, gw.context() as ctx:
         x = doubles(3)
-        gw.rpc_sync("worker1", weigh, (x,))
+        gw.rpc_sync("worker1", apply_weight, (x,))
         gw.backward(ctx, [(x * x).sum()])
-        see_gradients(world, ctx, (x * x).sum(), [[x], []])
+        check_gradients(world, ctx, (x * x).sum(), [[x], []])
 
 
 def test_a_pass_while_a_call_is_under_way() -> None:
-    with world_of(3) as world, gw.context() as ctx, holding() as hold:
+    with world_with_weights(3) as world, gw.context() as ctx, holding() as hold:
         x = doubles(3)
         h = x * 2
-        y = gw.rpc_sync("worker1", weigh, (h,))
+        y = gw.rpc_sync("worker1", apply_weight, (h,))
         future = gw.rpc_async("worker1", weigh_held, (y,))
         gw.backward(ctx, [y.sum()], retain_graph=True)
         hold.release.set()
         gw.backward(ctx, [future.wait().sum()], retain_graph=True)
-        y = weighed(x * 2, 1)
-        local = y.sum() + weighed(weighed(y, 2), 1).sum()
+        y = applied_locally(x * 2, 1)
+        local = y.sum() + applied_locally(applied_locally(y, 2), 1).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients(world, ctx, local, own)
+        check_gradients(world, ctx, local, own)
 
 
 # Calls that fail
 
 
 def fail_after_a_call(x: Tensor) -> None:
-    gw.rpc_sync("worker2", weigh, (x,))
+    gw.rpc_sync("worker2", apply_weight, (x,))
     boom()
 
 
@@ -470,14 +472,14 @@ def unsendable(x: Tensor) -> Any:
 
 
 async def boom_async(x: Tensor) -> None:
-    await gw.rpc_async("worker2", weigh, (x,))
+    await gw.rpc_async("worker2", apply_weight, (x,))
     boom()
 
 
 @orders
 @two_ways
 def test_a_pass_after_calls_that_failed(call: Way, seed: int | None) -> None:
-    with world_of(3, seed=seed) as world, gw.context() as ctx:
+    with world_with_weights(3, seed=seed) as world, gw.context() as ctx:
         x = doubles(3)
         h = x * 2
         for func, error in (
@@ -488,50 +490,50 @@ def test_a_pass_after_calls_that_failed(call: Way, seed: int | None) -> None:
         ):
             with pytest.raises(error):
                 call("worker1", func, (h,))
-        y = call("worker1", weigh, (h,))
+        y = call("worker1", apply_weight, (h,))
         gw.backward(ctx, [(y * h).sum()])
-        local = (weighed(2 * x, 1) * 2 * x).sum()
-        see_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
+        local = (applied_locally(2 * x, 1) * 2 * x).sum()
+        check_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
 
 
 def weigh_held(x: Tensor) -> Tensor:
     held()
-    return weigh(gw.rpc_sync("worker2", weigh, (x,)))
+    return apply_weight(gw.rpc_sync("worker2", apply_weight, (x,)))
 
 
 @pytest.mark.parametrize("ends", ["before", "after", "during"])
 def test_a_pass_after_a_call_that_timed_out(ends: str) -> None:
-    with world_of(3) as world, gw.context() as ctx, holding() as hold:
+    with world_with_weights(3) as world, gw.context() as ctx, holding() as hold:
         x = doubles(3)
         h = x * 2
         with pytest.raises(CallTimeout):
             gw.rpc_sync("worker1", weigh_held, (h,), timeout=0.05)
-        y = gw.rpc_sync("worker1", weigh, (h,))
+        y = gw.rpc_sync("worker1", apply_weight, (h,))
         if ends == "before":
             hold.release.set()
-            until(lambda: len(world[1].autograd.contexts.get(ctx).sends) == 3)
+            wait_until(lambda: len(world[1].autograd.contexts.get(ctx).sends) == 3)
         if ends == "during":
             y.register_hook(lambda _: hold.release.set())
         gw.backward(ctx, [(y * h).sum()], retain_graph=True)
         hold.release.set()
-        until(lambda: len(world[1].autograd.contexts.get(ctx).sends) == 3)
+        wait_until(lambda: len(world[1].autograd.contexts.get(ctx).sends) == 3)
         gw.backward(ctx, [(y * h).sum()])
-        local = 2 * (weighed(2 * x, 1) * 2 * x).sum()
-        see_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
+        local = 2 * (applied_locally(2 * x, 1) * 2 * x).sum()
+        check_gradients(world, ctx, local, [[x], [weights["worker1"]], []])
 
 
 def weigh_and_raise(x: Tensor, path: list[str]) -> Tensor:
-    h = weigh(x)
+    h = apply_weight(x)
     if not path:
         return Raises.apply(h)
-    result: Tensor = weigh(gw.rpc_sync(path[0], weigh_and_raise, (h, path[1:])))
+    result: Tensor = apply_weight(gw.rpc_sync(path[0], weigh_and_raise, (h, path[1:])))
     return result
 
 
 @orders
 @pytest.mark.parametrize("path", ["1", "12", "120", "0"])
 def test_an_error_in_a_backward_and_then_none(path: str, seed: int | None) -> None:
-    with world_of(3, seed=seed) as world, gw.context() as ctx:
+    with world_with_weights(3, seed=seed) as world, gw.context() as ctx:
         x = doubles(3)
         first, *rest = [f"worker{digit}" for digit in path]
         y = gw.rpc_sync(first, weigh_and_raise, (x, rest))
@@ -543,7 +545,7 @@ def test_an_error_in_a_backward_and_then_none(path: str, seed: int | None) -> No
             assert type(cause) is ValueError
             if path[-1] != "0":
                 assert isinstance(cause.__cause__, RemoteError)
-        until(lambda: not any(context.parts for context in known(world, ctx)))
+        wait_until(lambda: not any(context.parts for context in known(world, ctx)))
         Raises.is_on = False
         forget_gradients(world, ctx)
         gw.backward(ctx, [(y * x).sum()])
@@ -551,14 +553,14 @@ def test_an_error_in_a_backward_and_then_none(path: str, seed: int | None) -> No
         leaves = [[x], [], []]
         for digit in path:
             leaves[int(digit)].append(weights[f"worker{digit}"])
-        see_gradients(world, ctx, local, leaves)
+        check_gradients(world, ctx, local, leaves)
 
 
 def weigh_and_raise_here(x: Tensor, path: str) -> Tensor:
-    h = weighed(x, int(path[0]))
+    h = applied_locally(x, int(path[0]))
     if len(path) == 1:
         return h
-    return weighed(weigh_and_raise_here(h, path[1:]), int(path[0]))
+    return applied_locally(weigh_and_raise_here(h, path[1:]), int(path[0]))
 
 
 def test_a_worker_that_died_is_missed_where_it_has_tensors_only() -> None:
@@ -566,21 +568,21 @@ def test_a_worker_that_died_is_missed_where_it_has_tensors_only() -> None:
         with gw.context() as ctx:
             x = doubles(3)
             gw.rpc_sync("worker2", same, (1,))
-            y = gw.rpc_sync("worker1", weigh, (x,))
+            y = gw.rpc_sync("worker1", apply_weight, (x,))
             world.kill(2)
-            until(lambda: len(gw.get_worker_infos()) == 2)
+            wait_until(lambda: len(gw.get_worker_infos()) == 2)
             gw.backward(ctx, [y.sum()])
             leaves = [[x], [weights["worker1"]], []]
-            see_gradients(world, ctx, weighed(x, 1).sum(), leaves)
+            check_gradients(world, ctx, applied_locally(x, 1).sum(), leaves)
         with gw.context() as ctx:
-            y = gw.rpc_sync("worker1", call_on, (x, ["worker0"]))
+            y = gw.rpc_sync("worker1", apply_along, (x, ["worker0"]))
             world.kill(1)
-            until(lambda: len(gw.get_worker_infos()) == 1)
+            wait_until(lambda: len(gw.get_worker_infos()) == 1)
             began = time.monotonic()
             with pytest.raises(WorkerLostError, match="worker1"):
                 gw.backward(ctx, [y.sum()])
             assert time.monotonic() - began < 2
-        see_nothing_left(world)
+        wait_until_no_contexts(world)
 
 
 class Odd(BaseException):
@@ -603,13 +605,13 @@ def weigh_second(x: Tensor) -> Tensor:
 
 
 def test_what_is_raised_in_a_backward_may_be_no_exception() -> None:
-    with world_of(3) as world, gw.context() as ctx:
+    with world_with_weights(3) as world, gw.context() as ctx:
         a = gw.rpc_sync("worker1", weigh_first, (doubles(3),))
-        b = gw.rpc_sync("worker2", weigh, (a,))
+        b = gw.rpc_sync("worker2", apply_weight, (a,))
         c = gw.rpc_sync("worker1", weigh_second, (b,))
         with pytest.raises(GradwireError, match="Error on Node 1: odd"):
             gw.backward(ctx, [(b * c + a).sum()])
-        until(lambda: not any(context.parts for context in known(world, ctx)))
+        wait_until(lambda: not any(context.parts for context in known(world, ctx)))
 
 
 def leave_early(x: Tensor) -> Tensor:
@@ -619,7 +621,7 @@ def leave_early(x: Tensor) -> Tensor:
 
 
 def test_an_exit_in_a_backward_is_an_error_of_that_worker() -> None:
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         y = gw.rpc_sync("worker1", leave_early, (doubles(3),))
         with pytest.raises(GradwireError, match="Error on Node 1: 3"):
             gw.backward(ctx, [y.sum()])
@@ -629,7 +631,7 @@ def test_a_worker_that_dies_in_a_pass() -> None:
     with World(3) as world, world.as_worker(0):
         with gw.context() as ctx:
             x = doubles(3)
-            y = gw.rpc_sync("worker1", weigh, (x,))
+            y = gw.rpc_sync("worker1", apply_weight, (x,))
             z = gw.rpc_sync("worker2", weigh_hooked, (y,))
             killer = threading.Thread(target=lambda: _hooked.wait() and world.kill(2))
             killer.start()
@@ -637,15 +639,15 @@ def test_a_worker_that_dies_in_a_pass() -> None:
                 gw.backward(ctx, [(z * y).sum()])
             _resume.set()
             killer.join()
-        see_nothing_left(world)
+        wait_until_no_contexts(world)
 
 
 def weigh_hooked(x: Tensor) -> Tensor:
     def hook(gradient: Tensor) -> None:
         _hooked.set()
-        _resume.wait(ENOUGH)
+        _resume.wait(LIMIT)
 
-    result = weigh(x)
+    result = apply_weight(x)
     result.register_hook(hook)
     return result
 
@@ -653,6 +655,6 @@ def weigh_hooked(x: Tensor) -> Tensor:
 def test_a_worker_whose_caller_died_forgets_its_context() -> None:
     with World(3) as world, world.as_worker(1):
         with world.as_worker(0), gw.context():
-            gw.rpc_sync("worker1", call_on, (doubles(3), ["worker2"]))
+            gw.rpc_sync("worker1", apply_along, (doubles(3), ["worker2"]))
             world.kill(0)
-        see_nothing_left(world)
+        wait_until_no_contexts(world)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from tests.autograd_world import Autograds, autograds, doubles, there_and_back
-from tests.sockets_world import together
+from tests.autograd.functions import doubles, there_and_back
+from tests.worlds import Autograds, autograds, together
 
 close = torch.testing.assert_close
 

@@ -9,8 +9,8 @@ from torch.autograd import Function
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.autograd_world import Autograds, autograds, doubles
-from tests.calls_world import orders
+from tests.autograd.functions import doubles
+from tests.worlds import Autograds, autograds, orders
 
 close = torch.testing.assert_close
 

@@ -15,7 +15,7 @@ from torch import Tensor
 import gradwire as gw
 from gradwire._autograd import hooks
 from gradwire.testing import World
-from tests.autograd_world import doubles
+from tests.autograd.functions import doubles
 
 close = torch.testing.assert_close
 
@@ -90,7 +90,7 @@ HOOKS: list[Hook] = [on_tensor, before_accumulator, after_accumulator, all_of_th
 weights: dict[str, Tensor] = {}
 
 
-def weigh(x: Tensor) -> Tensor:
+def apply_weight(x: Tensor) -> Tensor:
     return torch.sin(x) * weights["there"]
 
 
@@ -125,7 +125,7 @@ PROGRAMS = [
 
 
 def remotely(x: Tensor) -> Tensor:
-    result: Tensor = gw.rpc_sync("worker1", weigh, (x,))
+    result: Tensor = gw.rpc_sync("worker1", apply_weight, (x,))
     return result
 
 
@@ -139,7 +139,7 @@ def test_hooks_of_leaves(
     weights.update(here=doubles(3), there=doubles(3))
     called: list[str] = []
     kept = put(weights[where], called)
-    program(weigh).backward()
+    program(apply_weight).backward()
     expected = {leaf: leaf.grad for leaf in weights.values() if leaf.grad is not None}
     in_order = called.copy()
     for leaf in weights.values():
@@ -167,7 +167,7 @@ def test_hooks_of_leaves_where_grad_is_filled_too(
     kept = [all_of_them(leaf, called) for leaf in weights.values()]
     for leaf in weights.values():
         leaf.register_post_accumulate_grad_hook(lambda _: called.append("filled"))
-    program(weigh).backward()
+    program(apply_weight).backward()
     expected = [leaf.grad for leaf in weights.values()]
     count = len(called)
     for leaf in weights.values():
@@ -266,7 +266,7 @@ def test_hooks_of_sends(kind: str, is_profiled: bool) -> None:
             gw.backward(ctx, [loss])
         assert called == ["before", "after"]
         back = torch.cos(h) * w * 5 * (h if kind == "residual" else 1)
-        direct = weigh(h) if kind == "residual" else 0
+        direct = apply_weight(h) if kind == "residual" else 0
         expected = (back + direct) * (1 if kind == "by itself" else 3)
         close(gw.get_gradients(ctx)[x], expected.detach())
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from gradwire._autograd.actions import Words
 from gradwire._autograd.messages import About, Done, Failed, step, unpack
 from gradwire.errors import ProtocolError
-from tests.autograd_world import Autograds, autograds, doubles
+from tests.autograd.functions import doubles
+from tests.worlds import Autograds, autograds, wait_until
 
 ONES = torch.ones(3, dtype=torch.float64)
 
@@ -80,7 +81,7 @@ def test_a_send_is_run_by_itself_and_leaves_no_pass_under_way() -> None:
         (send,) = world[0].contexts.get(number).sends
         assert isinstance(ask(world, number, send, [ONES]), Done)
         torch.testing.assert_close(world[0].get_gradients(number), {a: 2 * ONES})
-        world.until(lambda: not world.passes())
+        wait_until(lambda: not world.passes())
 
 
 def test_a_local_graph_is_run_and_leaves_no_pass_under_way() -> None:
@@ -100,4 +101,4 @@ def test_counters_say_what_is_there() -> None:
             world.transfer(0, 1, number, [doubles(3)])
             counts = [each.debug_info()["num_autograd_contexts"] for each in world]
             assert counts == [1, 1]
-        world.until(lambda: all(each.debug_info() == none for each in world))
+        wait_until(lambda: all(each.debug_info() == none for each in world))

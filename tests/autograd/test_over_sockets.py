@@ -20,10 +20,10 @@ from gradwire._autograd.contexts import Context
 from gradwire._rpc.async_execution import async_execution
 from gradwire.api import current_worker, enter
 from gradwire.errors import CallTimeout, GradwireError, WorkerLostError
-from tests.autograd_world import ENOUGH, Gate, Raises, doubles
-from tests.calls_world import held, holding, meanwhile
-from tests.sockets_world import close_world, open_world, vanish, wait_until
-from tests.weighing import see_gradients_of
+from tests.autograd.functions import Gate, Raises, doubles
+from tests.autograd.weights import check_gradients_of
+from tests.rpc.functions import held, holding
+from tests.worlds import LIMIT, close_world, meanwhile, open_world, vanish, wait_until
 
 close = torch.testing.assert_close
 
@@ -66,30 +66,30 @@ def see_nothing_left(workers: Workers) -> None:
     wait_until(lambda: not any(count for info in infos for count in info().values()))
 
 
-def weigh(x: Tensor) -> Tensor:
+def apply_weight(x: Tensor) -> Tensor:
     """Something of what came and what this worker has."""
     return torch.sin(x) * weights[current_worker().name]
 
 
-def weighed(x: Tensor, *path: int) -> Tensor:
-    """What `weigh` makes of it on these workers, computed here."""
+def applied_locally(x: Tensor, *path: int) -> Tensor:
+    """What `apply_weight` makes of it on these workers, computed here."""
     for worker in path:
         x = torch.sin(x) * weights[f"worker{worker}"]
     return x
 
 
 def weigh_all(tensors: list[Tensor]) -> dict[str, Tensor]:
-    return {str(i): weigh(tensor) for i, tensor in enumerate(tensors)}
+    return {str(i): apply_weight(tensor) for i, tensor in enumerate(tensors)}
 
 
 def weigh_at(rref: gw.RRef[Tensor]) -> Tensor:
-    return weigh(rref.to_here())
+    return apply_weight(rref.to_here())
 
 
-def call_on(x: Tensor, path: list[str]) -> Tensor:
+def apply_along(x: Tensor, path: list[str]) -> Tensor:
     if not path:
-        return weigh(x)
-    result: Tensor = gw.rpc_sync(path[0], call_on, (weigh(x), path[1:]))
+        return apply_weight(x)
+    result: Tensor = gw.rpc_sync(path[0], apply_along, (apply_weight(x), path[1:]))
     return result
 
 
@@ -106,16 +106,23 @@ def test_gradients_come_back_through_all_ways_to_call(
     with gw.context() as ctx:
         x = doubles(size)
         h = x * 2
-        a = gw.rpc_sync("worker1", weigh, (h,))
-        b = gw.rpc_async("worker2", weigh, (a,)).wait()
-        c = gw.remote("worker1", weigh, (b,)).to_here()
-        d = gw.rpc_sync("worker2", weigh_at, (gw.remote("worker1", weigh, (c,)),))
-        e = gw.rpc_sync("worker0", weigh, (d,))
+        a = gw.rpc_sync("worker1", apply_weight, (h,))
+        b = gw.rpc_async("worker2", apply_weight, (a,)).wait()
+        c = gw.remote("worker1", apply_weight, (b,)).to_here()
+        d = gw.rpc_sync(
+            "worker2", weigh_at, (gw.remote("worker1", apply_weight, (c,)),)
+        )
+        e = gw.rpc_sync("worker0", apply_weight, (d,))
         f = gw.rpc_sync("worker1", weigh_all, ([e, h],))
         gw.backward(ctx, [(f["0"] * f["1"] * h).sum()])
-        local = weighed(x * 2, 1, 2, 1, 1, 2, 0, 1) * weighed(x * 2, 1) * x * 2
+        local = (
+            applied_locally(x * 2, 1, 2, 1, 1, 2, 0, 1)
+            * applied_locally(x * 2, 1)
+            * x
+            * 2
+        )
         own = [[weights[f"worker{i}"]] for i in range(3)]
-        see_gradients_of(workers, ctx, local.sum(), [[x, *own[0]], own[1], own[2]])
+        check_gradients_of(workers, ctx, local.sum(), [[x, *own[0]], own[1], own[2]])
 
 
 @pytest.mark.parametrize("path", "120 1010 0110".split())
@@ -123,46 +130,48 @@ def test_calls_that_make_calls(workers: Workers, path: str) -> None:
     with gw.context() as ctx:
         x = doubles(3)
         first, *rest = [f"worker{digit}" for digit in path]
-        y = gw.rpc_sync(first, call_on, (x, rest))
-        z = gw.rpc_async(first, call_on, (x * y, rest)).wait()
+        y = gw.rpc_sync(first, apply_along, (x, rest))
+        z = gw.rpc_async(first, apply_along, (x * y, rest)).wait()
         gw.backward(ctx, [(z * y).sum()])
         numbers = [int(digit) for digit in path]
-        y = weighed(x, *numbers)
-        local = (weighed(x * y, *numbers) * y).sum()
+        y = applied_locally(x, *numbers)
+        local = (applied_locally(x * y, *numbers) * y).sum()
         leaves: list[list[Tensor]] = [[x], [], []]
         for i in set(numbers):
             leaves[i].append(weights[f"worker{i}"])
-        see_gradients_of(workers, ctx, local, leaves)
+        check_gradients_of(workers, ctx, local, leaves)
 
 
 def test_many_calls_at_once(workers: Workers) -> None:
     with gw.context() as ctx:
         x = doubles(3)
         targets = [f"worker{1 + i % 2}" for i in range(50)]
-        futures = [gw.rpc_async(to, weigh, (x * i,)) for i, to in enumerate(targets)]
+        futures = [
+            gw.rpc_async(to, apply_weight, (x * i,)) for i, to in enumerate(targets)
+        ]
         total = torch.stack([future.wait() for future in futures]).sum()
         gw.backward(ctx, [total])
-        each = [weighed(x * i, 1 + i % 2) for i in range(50)]
+        each = [applied_locally(x * i, 1 + i % 2) for i in range(50)]
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients_of(workers, ctx, torch.stack(each).sum(), own)
+        check_gradients_of(workers, ctx, torch.stack(each).sum(), own)
 
 
 @async_execution
 def weigh_by_thens(x: Tensor) -> torch.futures.Future[Tensor]:
     def weigh_there(future: Any) -> Tensor:
-        result: Tensor = gw.rpc_sync("worker2", weigh, (future.value(),))
+        result: Tensor = gw.rpc_sync("worker2", apply_weight, (future.value(),))
         return result
 
     def weigh_here(future: Any) -> Tensor:
         return torch.sin(future.value()) * weights["worker1"]
 
-    first = gw.rpc_async("worker2", weigh, (x,))
+    first = gw.rpc_async("worker2", apply_weight, (x,))
     return first.then(weigh_there).then(weigh_there).then(weigh_here)
 
 
 async def weigh_by_awaits(x: Tensor) -> Tensor:
     for _ in range(3):
-        x = await gw.rpc_async("worker2", weigh, (x,))
+        x = await gw.rpc_async("worker2", apply_weight, (x,))
         await asyncio.sleep(0)
     return torch.sin(x) * weights["worker1"]
 
@@ -174,20 +183,20 @@ def test_functions_that_answer_later(workers: Workers, func: Any) -> None:
         y = gw.rpc_sync("worker1", func, (x * 2,))
         z = gw.remote("worker1", func, (y,)).to_here()
         gw.backward(ctx, [(z * x).sum()])
-        local = (weighed(x * 2, 2, 2, 2, 1, 2, 2, 2, 1) * x).sum()
+        local = (applied_locally(x * 2, 2, 2, 2, 1, 2, 2, 2, 1) * x).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients_of(workers, ctx, local, own)
+        check_gradients_of(workers, ctx, local, own)
 
 
 def test_tasks_have_contexts_of_their_own(workers: Workers) -> None:
     async def train(number: int) -> None:
         x = doubles(3)
         with gw.context() as ctx:
-            y = await gw.rpc_async("worker1", weigh, (x * number,))
-            z = await gw.rpc_async("worker2", weigh, (y,))
+            y = await gw.rpc_async("worker1", apply_weight, (x * number,))
+            z = await gw.rpc_async("worker2", apply_weight, (y,))
             assert await gw.rpc_async("worker1", current_id) == ctx
             gw.backward(ctx, [z.sum()])
-            local = weighed(x * number, 1, 2).sum()
+            local = applied_locally(x * number, 1, 2).sum()
             close(gw.get_gradients(ctx), {x: torch.autograd.grad(local, [x])[0]})
 
     async def main() -> None:
@@ -200,7 +209,7 @@ def test_calls_of_others_are_not_of_the_context_of_who_waits(workers: Workers) -
     seen: list[int] = []
 
     def ask_back() -> None:
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         seen.append(workers[1].rpc_sync("worker0", current_id))
         seen.append(workers[1].rpc_async("worker0", current_id).wait())
         hold.release.set()
@@ -223,9 +232,11 @@ def test_kinds_of_tensors_side_by_side(workers: Workers) -> None:
         large = nn.Parameter(torch.rand(LARGE, 3, dtype=torch.float64))
         y = gw.rpc_sync("worker1", weigh_all, ([x, p, large, large[::2], x.flip(0)],))
         gw.backward(ctx, [(y["0"] * y["1"] * y["4"] * y["2"].sum() + y["3"]).sum()])
-        each = [weighed(t, 1) for t in (x, p, large, large[::2], x.flip(0))]
+        each = [applied_locally(t, 1) for t in (x, p, large, large[::2], x.flip(0))]
         local = (each[0] * each[1] * each[4] * each[2].sum() + each[3]).sum()
-        see_gradients_of(workers, ctx, local, [[x, p, large], [weights["worker1"]], []])
+        check_gradients_of(
+            workers, ctx, local, [[x, p, large], [weights["worker1"]], []]
+        )
 
 
 def test_large_gradients_outlive_their_context(workers: Workers) -> None:
@@ -234,12 +245,12 @@ def test_large_gradients_outlive_their_context(workers: Workers) -> None:
     x = doubles(LARGE)
     for _ in range(3):
         with gw.context() as ctx:
-            y = gw.rpc_sync("worker1", weigh, (x,))
+            y = gw.rpc_sync("worker1", apply_weight, (x,))
             gw.backward(ctx, [y.sum()])
             kept.append(gw.get_gradients(ctx)[x])
             kept.append(workers[1].autograd.get_gradients(ctx)[weights["worker1"]])
     leaves = [x, weights["worker1"]]
-    gx, gw1 = torch.autograd.grad(weighed(x, 1).sum(), leaves)
+    gx, gw1 = torch.autograd.grad(applied_locally(x, 1).sum(), leaves)
     for gradient, expected in zip(kept, [gx, gw1] * 3, strict=True):
         close(gradient, expected)
 
@@ -247,23 +258,25 @@ def test_large_gradients_outlive_their_context(workers: Workers) -> None:
 def test_several_passes_and_second_derivatives(workers: Workers) -> None:
     with gw.context() as ctx:
         x = doubles(3)
-        y = gw.rpc_sync("worker1", call_on, (x**3, ["worker2"])).sum()
+        y = gw.rpc_sync("worker1", apply_along, (x**3, ["worker2"])).sum()
         for _ in range(2):
             gw.backward(ctx, [y], retain_graph=True)
         (slope,) = gw.grad(ctx, [y], [x], create_graph=True)
         assert slope is not None
         gw.backward(ctx, [(slope**2).sum()])
-        y = weighed(x**3, 1, 2).sum()
+        y = applied_locally(x**3, 1, 2).sum()
         (slope,) = torch.autograd.grad(y, [x], create_graph=True)
         local = 2 * y + (slope**2).sum()
         own = [[x], [weights["worker1"]], [weights["worker2"]]]
-        see_gradients_of(workers, ctx, local, own)
+        check_gradients_of(workers, ctx, local, own)
 
 
 def raise_in_backward(x: Tensor, path: list[str]) -> Tensor:
     if not path:
-        return Raises.apply(weigh(x))
-    result: Tensor = gw.rpc_sync(path[0], raise_in_backward, (weigh(x), path[1:]))
+        return Raises.apply(apply_weight(x))
+    result: Tensor = gw.rpc_sync(
+        path[0], raise_in_backward, (apply_weight(x), path[1:])
+    )
     return result
 
 
@@ -287,16 +300,16 @@ def test_an_error_in_a_backward_and_then_none(workers: Workers, path: str) -> No
             context.gradients.clear()
         gw.backward(ctx, [loss])
         numbers = [int(digit) for digit in path]
-        local = (weighed(x * 2, *numbers) * x * 2).sum()
+        local = (applied_locally(x * 2, *numbers) * x * 2).sum()
         leaves: list[list[Tensor]] = [[x], [], []]
         for i in numbers:
             leaves[i].append(weights[f"worker{i}"])
-        see_gradients_of(workers, ctx, local, leaves)
+        check_gradients_of(workers, ctx, local, leaves)
 
 
 def weigh_held(x: Tensor) -> Tensor:
     held()
-    return call_on(x, ["worker2"])
+    return apply_along(x, ["worker2"])
 
 
 def by_async(*args: Any, **kwargs: Any) -> Any:
@@ -310,14 +323,14 @@ def test_a_pass_after_a_call_that_timed_out(workers: Workers, call: Any) -> None
         h = x * 2
         with pytest.raises(CallTimeout):
             call("worker1", weigh_held, (h,), timeout=0.05)
-        y = gw.rpc_sync("worker1", weigh, (h,))
+        y = gw.rpc_sync("worker1", apply_weight, (h,))
         gw.backward(ctx, [(y * h).sum()], retain_graph=True)
         hold.release.set()
         there = workers[1].autograd.contexts.get(ctx)
         wait_until(lambda: len(there.sends) == 3)
         gw.backward(ctx, [(y * h).sum()])
-        local = 2 * (weighed(x * 2, 1) * x * 2).sum()
-        see_gradients_of(workers, ctx, local, [[x], [weights["worker1"]], []])
+        local = 2 * (applied_locally(x * 2, 1) * x * 2).sum()
+        check_gradients_of(workers, ctx, local, [[x], [weights["worker1"]], []])
 
 
 def test_threads_with_contexts_of_their_own(workers: Workers) -> None:
@@ -329,9 +342,9 @@ def test_threads_with_contexts_of_their_own(workers: Workers) -> None:
                 first, *rest = [f"worker{i}" for i in numbers]
                 x = doubles(3)
                 with gw.context() as ctx:
-                    y = gw.rpc_sync(first, call_on, (x, rest))
+                    y = gw.rpc_sync(first, apply_along, (x, rest))
                     gw.backward(ctx, [(y * x).sum()])
-                    local = (weighed(x, *numbers) * x).sum()
+                    local = (applied_locally(x, *numbers) * x).sum()
                     (expected,) = torch.autograd.grad(local, [x])
                     close(gw.get_gradients(ctx)[x], expected)
 
@@ -344,17 +357,17 @@ def test_threads_with_contexts_of_their_own(workers: Workers) -> None:
 def test_a_worker_that_vanished(workers: Workers) -> None:
     with gw.context() as ctx:
         x = doubles(3)
-        y = gw.rpc_sync("worker1", call_on, (x, ["worker2"]))
+        y = gw.rpc_sync("worker1", apply_along, (x, ["worker2"]))
         vanish(workers[2])
         began = time.monotonic()
         with pytest.raises(WorkerLostError, match="worker2"):
             gw.backward(ctx, [y.sum()])
         assert time.monotonic() - began < 2
     with gw.context() as ctx:
-        y = gw.rpc_sync("worker1", weigh, (x,))
+        y = gw.rpc_sync("worker1", apply_weight, (x,))
         gw.backward(ctx, [y.sum()])
-        local = weighed(x, 1).sum()
-        see_gradients_of(workers[:2], ctx, local, [[x], [weights["worker1"]]])
+        local = applied_locally(x, 1).sum()
+        check_gradients_of(workers[:2], ctx, local, [[x], [weights["worker1"]]])
 
 
 _gates: list[Gate] = []
@@ -362,7 +375,7 @@ _gates: list[Gate] = []
 
 def weigh_gated(x: Tensor) -> Tensor:
     (gate,) = _gates
-    return gate(weigh(x))
+    return gate(apply_weight(x))
 
 
 @pytest.mark.parametrize("is_residual", [False, True])
@@ -371,7 +384,7 @@ def test_a_pass_that_is_stuck_ends_in_time(workers: Workers, is_residual: bool) 
     _gates[:] = [gate]
     with gw.context() as ctx:
         x = doubles(3)
-        y = gw.rpc_sync("worker1", weigh, (x,))
+        y = gw.rpc_sync("worker1", apply_weight, (x,))
         z = gw.rpc_sync("worker2", weigh_gated, (y,))
         with pytest.raises(gw.BackwardTimeout):
             gw.backward(ctx, [(z * y if is_residual else z).sum()], timeout=0.05)
@@ -384,14 +397,14 @@ def test_a_worker_that_vanishes_in_a_pass(workers: Workers) -> None:
     gone: list[float] = []
 
     def end() -> None:
-        assert gate.entered.wait(ENOUGH)
+        assert gate.entered.wait(LIMIT)
         gone.append(time.monotonic())
         threading.Timer(0.2, gate.open.set).start()  # it is waited for when closed
         vanish(workers[2])
 
     with gw.context() as ctx, meanwhile(end):
         x = doubles(3)
-        y = gw.rpc_sync("worker1", weigh, (x,))
+        y = gw.rpc_sync("worker1", apply_weight, (x,))
         z = gw.rpc_sync("worker2", weigh_gated, (y,))
         with pytest.raises(WorkerLostError, match="worker2"):
             gw.backward(ctx, [(z * y).sum()])
@@ -407,7 +420,7 @@ def test_a_model_over_three_workers_trains_as_it_does_locally(workers: Workers) 
     for _ in range(5):
         x = torch.rand(6, 8, dtype=torch.float64)
         with gw.context() as ctx:
-            rref = gw.remote("worker1", weigh, (x,))
+            rref = gw.remote("worker1", apply_weight, (x,))
             y = gw.rpc_sync("worker2", weigh_at, (rref,))
             loss = ((y - 1) ** 2).mean()
             gw.backward(ctx, [loss])
@@ -483,7 +496,7 @@ def test_what_is_asked_for_next_does_not_change_what_was_returned(
 
     def look_late(seen: Context) -> None:
         if threading.current_thread() is not caller:
-            assert has_changed.wait(ENOUGH)
+            assert has_changed.wait(LIMIT)
         look(seen)
 
     monkeypatch.setattr(recording, "look_at_graph", look_late)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.autograd_world import Raises, doubles
-from tests.sockets_world import sockets_as_first
+from tests.autograd.functions import Raises, doubles
+from tests.worlds import sockets_as_first
 
 PREFIX = "torch::distributed::autograd::"
 

@@ -19,11 +19,11 @@ from gradwire.errors import GradwireError
 from gradwire.testing import World
 from gradwire.worker import Worker
 from tests.autograd import call_programs
+from tests.autograd.functions import Raises
 from tests.autograd.programs import check, check_twice, draw, make_leaves, recorded
-from tests.autograd_world import Autograds, Raises, autograds
 from tests.conftest import FUZZ, cases
 from tests.processes import Processes
-from tests.sockets_world import together, wait_until
+from tests.worlds import Autograds, autograds, together, wait_until
 
 WORKERS = 5
 ROUNDS = 5
@@ -127,7 +127,7 @@ def test_programs_that_fail_leave_nothing_waiting(
                 texts.append(str(error))
             finally:
                 Raises.is_on = False
-        world.until(lambda: world.passes() == 0)
+        wait_until(lambda: world.passes() == 0)
         check(program, world)
     assert all("this backward fails" in text for text in texts)
 

@@ -16,7 +16,8 @@ from gradwire._autograd.graph import cut
 from gradwire._autograd.nodes import Crossing, Send, make_recv
 from gradwire.errors import GradwireError
 from gradwire.testing import World
-from tests.autograd_world import autograds, doubles
+from tests.autograd.functions import doubles
+from tests.worlds import autograds, wait_until
 
 PREFIX = "torch::distributed::autograd::"
 
@@ -409,4 +410,4 @@ def test_released_contexts_end_everywhere() -> None:
             assert world.contexts() == 3
         with pytest.raises(GradwireError):
             world[0].get_gradients(context)
-        world.until(lambda: world.contexts() == 0)
+        wait_until(lambda: world.contexts() == 0)

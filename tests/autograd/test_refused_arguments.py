@@ -10,7 +10,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.autograd_world import doubles
+from tests.autograd.functions import doubles
 
 
 @contextmanager

@@ -12,14 +12,13 @@ from gradwire._autograd import messages
 from gradwire._autograd.messages import Direct, Step
 from gradwire._autograd.tree_pass import DirectPasses
 from gradwire.errors import GradwireError
-from tests.autograd_world import (
-    Autograds,
-    Said,
-    autograds,
+from tests.autograd.functions import (
+    MessageCounts,
     doubles,
     gradients_of_weighted,
     weighted,
 )
+from tests.worlds import Autograds, autograds
 
 close = torch.testing.assert_close
 
@@ -40,7 +39,7 @@ def relay(
 def test_gradients_take_one_message_however_often_a_value_came_back() -> None:
     for times in (1, 2, 3, 5):
         with autograds(2) as world, world[0].context() as context:
-            said = Said(world)
+            said = MessageCounts(world)
             x = doubles(3)
             value, _ = relay(world, context, torch.sin(x), times)
             world[0].backward(context, [value.sum()])
@@ -50,7 +49,7 @@ def test_gradients_take_one_message_however_often_a_value_came_back() -> None:
 
 def test_several_tensors_of_a_message_come_back() -> None:
     with autograds(2) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x, y = doubles(3), doubles(3)
         came = world.transfer(1, 0, context, [x * 2, y * 3])
         back = world.transfer(0, 1, context, came)
@@ -162,7 +161,7 @@ def test_what_came_back_has_gradients_of_its_own(
 
 def test_each_pass_takes_them() -> None:
     with autograds(2) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         value, _ = relay(world, context, torch.sin(x))
         loss = value.sum()
@@ -191,7 +190,7 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def test_what_is_parked_behind_one_goes_on_by_the_protocol(taken: list[int]) -> None:
     with autograds(2) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         h = torch.sin(x)
         (came,) = world.transfer(1, 0, context, [h * 2])

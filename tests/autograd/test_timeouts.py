@@ -11,14 +11,8 @@ import torch
 from torch import Tensor
 
 from gradwire.errors import BackwardTimeout, GradwireError
-from tests.autograd_world import (
-    ENOUGH,
-    Autograds,
-    Gate,
-    autograds,
-    doubles,
-    there_and_back,
-)
+from tests.autograd.functions import Gate, doubles, there_and_back
+from tests.worlds import LIMIT, Autograds, autograds, wait_until
 
 SHORT = 0.05
 """Seconds for a pass that would not end."""
@@ -92,12 +86,12 @@ def test_a_pass_that_is_stuck_ends_in_time(
             began = time.monotonic()
             with pytest.raises(BackwardTimeout, match=f"{context} did not .* 0.05 s"):
                 run(timeout=SHORT)
-            assert SHORT <= time.monotonic() - began < ENOUGH / 2
+            assert SHORT <= time.monotonic() - began < LIMIT / 2
         assert gate.entered.is_set()
         gate.open.set()
-        world.until(lambda: world.passes() == 0)
+        wait_until(lambda: world.passes() == 0)
         world[0].contexts.get(context).gradients.clear()
-        run(timeout=ENOUGH)  # the context can be used again
+        run(timeout=LIMIT)  # the context can be used again
         (expected,) = torch.autograd.grad(same_here(program, x), [x])
         torch.testing.assert_close(world[0].get_gradients(context)[x], expected)
 
@@ -120,8 +114,8 @@ def test_the_same_for_grad(program: Program, gate: Gate) -> None:
         with pytest.raises(BackwardTimeout):
             grad(world, context, loss, x, timeout=SHORT)
         gate.open.set()
-        world.until(lambda: world.passes() == 0)
-        found = grad(world, context, loss, x, timeout=ENOUGH)
+        wait_until(lambda: world.passes() == 0)
+        found = grad(world, context, loss, x, timeout=LIMIT)
         (expected,) = torch.autograd.grad(same_here(program, x), [x])
         torch.testing.assert_close(found, (expected,))
 
@@ -138,12 +132,12 @@ def test_what_comes_of_it_after_its_end_is_not_kept(
                 backward(world, context, loss, timeout=SHORT, accumulate=True)
             x.grad = None
             gate.open.set()
-            world.until(lambda: world.passes() == 0)
-        world.until(lambda: world.contexts() == 0)
+            wait_until(lambda: world.passes() == 0)
+        wait_until(lambda: world.contexts() == 0)
     assert x.grad is None
 
 
-def weighing(w: Tensor, gate: Gate) -> Callable[[Tensor], Tensor]:
+def through_weight(w: Tensor, gate: Gate) -> Callable[[Tensor], Tensor]:
     return lambda there: there * gate(w * 1)
 
 
@@ -152,7 +146,7 @@ def test_nor_is_that_of_leaves_over_there(gate: Gate) -> None:
         w, left = doubles(3), threading.Event()
         node: Any = w.view_as(w).grad_fn
         node.next_functions[0][0].register_prehook(lambda _: left.set())
-        loss = there_and_back(world, context, doubles(3), weighing(w, gate)).sum()
+        loss = there_and_back(world, context, doubles(3), through_weight(w, gate)).sum()
         with pytest.raises(BackwardTimeout):
             backward(world, context, loss, timeout=SHORT, accumulate=True)
         gate.open.set()
@@ -172,9 +166,9 @@ def test_an_error_in_time_is_that_error() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)
         loss = there_and_back(world, context, x, lambda there: there * 2).sum()
-        world[0].backward(context, [loss], timeout=ENOUGH)
+        world[0].backward(context, [loss], timeout=LIMIT)
         with pytest.raises(GradwireError, match=r"Error on Node 1: .*second time"):
-            world[0].backward(context, [loss], timeout=ENOUGH)
+            world[0].backward(context, [loss], timeout=LIMIT)
         assert not world[0]._limits._limits
 
 
@@ -193,7 +187,7 @@ def test_passes_that_end_in_time_share_an_alarm(
         x = doubles(3)
         loss = there_and_back(world, context, x, lambda there: there * 2).sum()
         for _ in range(100):
-            backward(world, context, loss, timeout=ENOUGH)
+            backward(world, context, loss, timeout=LIMIT)
         assert len(alarms) == 1
         torch.testing.assert_close(
             world[0].get_gradients(context)[x], torch.full_like(x, 200.0)
@@ -209,14 +203,14 @@ def test_one_pass_ends_while_another_goes_on(gate: Gate) -> None:
             with world[0].context() as context:
                 loss = there_and_back(world, context, doubles(3), gate).sum()
                 try:
-                    backward(world, context, loss, timeout=ENOUGH)
+                    backward(world, context, loss, timeout=LIMIT)
                 except Exception as error:  # noqa: BLE001 for the test to look at
                     errors.append(error)
             ended.set()
 
         thread = threading.Thread(target=run)
         thread.start()
-        assert gate.entered.wait(ENOUGH)
+        assert gate.entered.wait(LIMIT)
         with world[0].context() as context:
             stuck = Gate()
             loss = there_and_back(world, context, doubles(3), stuck).sum()
@@ -225,7 +219,7 @@ def test_one_pass_ends_while_another_goes_on(gate: Gate) -> None:
             stuck.open.set()
         assert not ended.is_set()
         gate.open.set()
-        thread.join(ENOUGH)
+        thread.join(LIMIT)
         assert ended.is_set()
         assert not errors
 

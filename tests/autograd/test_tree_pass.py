@@ -18,17 +18,15 @@ from gradwire._autograd.rounds import Record
 from gradwire._autograd.strands import Strands
 from gradwire._wire.messages import TensorMessage
 from gradwire.errors import GradwireError, ProtocolError
-from tests.autograd_world import (
-    ENOUGH,
-    Autograds,
+from tests.autograd.functions import (
+    MessageCounts,
     Raises,
-    Said,
-    autograds,
     doubles,
     gradients_of_weighted,
     there_and_back,
     weighted,
 )
+from tests.worlds import LIMIT, Autograds, autograds, wait_until
 
 close = torch.testing.assert_close
 
@@ -49,7 +47,7 @@ def tied(world: Autograds, context: int, x: Tensor) -> Tensor:
 
 def test_a_call_and_its_return_take_one_message() -> None:
     with autograds(2) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         world[0].backward(context, [there_and_back(world, context, x, torch.sin).sum()])
         close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
@@ -188,7 +186,7 @@ def test_no_gradient_of_a_root_is_made_ahead_where_someone_watches() -> None:
 
 def test_back_and_forth_takes_a_message_for_each_time() -> None:
     with autograds(2) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         value = x
         for _ in range(5):
@@ -204,7 +202,7 @@ def test_back_and_forth_takes_a_message_for_each_time() -> None:
 
 def test_what_cannot_be_run_at_once_goes_on_by_the_protocol() -> None:
     with autograds(2) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         world[0].backward(context, [tied(world, context, x)])
         (gx,) = torch.autograd.grad((6 * torch.sin(x) ** 2).sum(), [x])
@@ -260,7 +258,7 @@ def test_the_one_that_leads_may_have_to_park_too() -> None:
 
 def test_a_long_way_around_many_workers_does_not_take_many_threads() -> None:
     with autograds(3) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         value = x
         for step in range(90):
@@ -281,7 +279,7 @@ def test_a_long_way_around_many_workers_does_not_take_many_threads() -> None:
 
 def test_a_large_graph_goes_by_the_protocol_at_once() -> None:
     with autograds(2) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         value = there_and_back(world, context, x, torch.sin)
         for _ in range(300):
@@ -327,16 +325,16 @@ def test_others_are_told_of_a_failure_while_they_are_at_work() -> None:
 
     def wait(_: Tensor) -> None:
         entered.set()
-        assert go_on.wait(ENOUGH)
+        assert go_on.wait(LIMIT)
 
     class Failing(Raises):
         @staticmethod
         def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-            assert entered.wait(ENOUGH)
+            assert entered.wait(LIMIT)
             raise ValueError("this backward fails")
 
     with autograds(3) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         a = there_and_back(world, context, x * 2, Failing.apply)
         (there,) = world.transfer(0, 2, context, [x * 3])
@@ -349,7 +347,7 @@ def test_others_are_told_of_a_failure_while_they_are_at_work() -> None:
             assert said.kinds[Abort] == 1
         finally:
             go_on.set()
-        world.until(lambda: world.passes() == 0)
+        wait_until(lambda: world.passes() == 0)
 
 
 @pytest.mark.parametrize("leader", [0, 1])
@@ -366,9 +364,9 @@ def test_a_thread_that_stops_because_of_another_one_says_why(leader: int) -> Non
     with autograds(5) as world, world[leader].context() as context:
 
         def wait(_: Tensor) -> None:
-            assert has_failed.wait(ENOUGH)
+            assert has_failed.wait(LIMIT)
             (there,) = world[1].contexts
-            world.until(lambda: [r for r in there.records.values() if r.failed])
+            wait_until(lambda: [r for r in there.records.values() if r.failed])
 
         busy = doubles(3) * 2
         busy.register_hook(wait)
@@ -382,7 +380,7 @@ def test_a_thread_that_stops_because_of_another_one_says_why(leader: int) -> Non
             (value,) = world.transfer(1, 0, context, [value])
         with pytest.raises(GradwireError, match="Error on Node 1: this backward"):
             world[leader].backward(context, [value.sum()])
-        world.until(lambda: world.passes() == 0)
+        wait_until(lambda: world.passes() == 0)
 
 
 def test_what_comes_after_a_failure_is_not_run() -> None:
@@ -462,7 +460,7 @@ def test_passes_of_several_threads_keep_what_they_need() -> None:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(ENOUGH)
+            thread.join(LIMIT)
         assert not errors
         found = world[0].get_gradients(context)
         for i, x in enumerate(xs):
@@ -534,7 +532,7 @@ def test_a_leaf_that_was_sent_twice_may_get_a_hook_after_it_was_looked_at() -> N
 
 def test_a_root_that_is_a_single_path_to_what_was_sent_on_takes_the_protocol() -> None:
     with autograds(3) as world, world[0].context() as context:
-        said = Said(world)
+        said = MessageCounts(world)
         x = doubles(3)
         value = there_and_back(world, context, x, torch.sin)
         (on,) = world.transfer(0, 2, context, [value])

@@ -10,9 +10,15 @@ from torch.autograd.graph import disable_saved_tensors_hooks
 
 import gradwire as gw
 from gradwire.api import current_worker
-from tests.autograd_world import doubles
-from tests.calls_world import orders
-from tests.weighing import close, same, weigh, weights, world_of
+from tests.autograd.functions import doubles
+from tests.autograd.weights import (
+    apply_weight,
+    close,
+    same,
+    weights,
+    world_with_weights,
+)
+from tests.worlds import orders
 
 
 class SquareRoot(torch.autograd.Function):
@@ -47,10 +53,10 @@ def test_what_lies_behind_a_result_that_is_not_used_is_not_run(
 ) -> None:
     """That it is not used is known only when others have said so."""
     SquareRoot.ran = 0
-    with world_of(3, seed=seed), gw.context() as ctx:
+    with world_with_weights(3, seed=seed), gw.context() as ctx:
         x = torch.zeros(3, dtype=torch.float64, requires_grad=True)
         a = gw.rpc_sync("worker1", take_root, (x,))
-        gw.rpc_sync("worker2", weigh, (a,))
+        gw.rpc_sync("worker2", apply_weight, (a,))
         b = gw.rpc_sync("worker1", use_shared, (torch.ones(3, dtype=torch.float64),))
         gw.backward(ctx, [b.sum()])
         close(gw.get_gradients(ctx), {x: torch.ones_like(x)})
@@ -62,7 +68,7 @@ def test_hooks_behind_a_result_that_is_not_used_are_not_called(
     seed: int | None,
 ) -> None:
     seen: list[Tensor] = []
-    with world_of(2, seed=seed), gw.context() as ctx:
+    with world_with_weights(2, seed=seed), gw.context() as ctx:
         x = doubles(3)
         h = x * 1
         k = h * 3
@@ -96,7 +102,7 @@ def two_paths(x: Tensor, unused: Callable[[Tensor], Tensor], to: str = "") -> Te
 def check_two_paths(unused: Callable[[Tensor], Tensor], seed: int | None) -> None:
     x = doubles(3)
     (expected,) = torch.autograd.grad(two_paths(x, same), [x])
-    with world_of(2, seed=seed), gw.context() as ctx:
+    with world_with_weights(2, seed=seed), gw.context() as ctx:
         gw.backward(ctx, [two_paths(x, unused, "worker1")])
         close(gw.get_gradients(ctx), {x: expected})
 
@@ -140,7 +146,7 @@ def test_an_unused_tensor_of_a_message_may_be_changed_in_place(
 def test_what_was_sent_may_be_changed_in_place() -> None:
     """Its place in the graph was that of before."""
     x = doubles(3)
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         a, b = x * 1, x * 2
         y = gw.rpc_sync("worker1", first_of, (a, b))
         a.mul_(10)
@@ -158,7 +164,7 @@ def test_hooks_of_a_send_see_the_gradients_of_all_its_tensors() -> None:
         seen.append([gradient is None for gradient in inputs])
         return tuple([None if g is None else g * 2 for g in inputs])
 
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         loss = two_paths(x, SquareRoot.apply, "worker1")
         context = current_worker().autograd.contexts.get(ctx)
         first = next(iter(context.sends.values()))
@@ -173,7 +179,7 @@ def test_hooks_of_a_send_see_the_gradients_of_all_its_tensors() -> None:
 def test_second_passes_over_part_of_a_message_without_a_retained_graph() -> None:
     """As in torch, where nothing in the graph was kept for the backward."""
     x = doubles(3)
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         a, b = x + 1, -x
         y, z = gw.rpc_sync("worker1", both, (a, b))
         gw.backward(ctx, [(y + z + a).sum()])
@@ -188,7 +194,7 @@ def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def test_sending_where_hooks_of_saved_tensors_are_disabled() -> None:
     x = doubles(3)
     (expected,) = torch.autograd.grad(two_paths(x, same), [x])
-    with world_of(2), gw.context() as ctx:
+    with world_with_weights(2), gw.context() as ctx:
         with disable_saved_tensors_hooks("not here"):
             loss = two_paths(x, SquareRoot.apply, "worker1")
         gw.backward(ctx, [loss])

@@ -15,15 +15,15 @@ import gradwire as gw
 from gradwire.checkpoint import shards
 from gradwire.checkpoint.layout import new_save
 from gradwire.testing import World
-from tests.training_world import (
+from tests.training import (
     assert_same,
     batches,
     local_model,
     local_step,
     spread_model,
     spread_step,
-    three_workers,
 )
+from tests.worlds import three_workers
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.*TypedStorage is deprecated:UserWarning",  # torch's readers about themselves

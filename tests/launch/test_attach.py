@@ -16,7 +16,7 @@ import pytest
 
 from gradwire.launch.command import main
 from tests.processes import PATHS
-from tests.sockets_world import LIMIT
+from tests.worlds import LIMIT
 
 pytestmark = pytest.mark.slow
 

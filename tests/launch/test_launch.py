@@ -17,7 +17,7 @@ import pytest
 
 from gradwire.launch.command import main
 from tests.processes import PATHS
-from tests.sockets_world import LIMIT, free_port, wait_until
+from tests.worlds import LIMIT, free_port, wait_until
 
 pytestmark = pytest.mark.slow
 

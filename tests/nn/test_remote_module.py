@@ -12,13 +12,8 @@ from torch import Tensor, nn
 import gradwire as gw
 from gradwire.nn.device import parse_device
 from gradwire.testing import World
-from tests.training_world import (
-    assert_same,
-    batches,
-    local_model,
-    spread_model,
-    three_workers,
-)
+from tests.training import assert_same, batches, local_model, spread_model
+from tests.worlds import three_workers
 
 
 class Talks(nn.Module):

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.training_world import (
+from tests.training import (
     batches,
     local_model,
     local_step,
     loss_of,
     spread_model,
     spread_step,
-    three_workers,
 )
+from tests.worlds import three_workers
 
 SGD = torch.optim.SGD
 SHARED: dict[str, gw.RemoteModule] = {}

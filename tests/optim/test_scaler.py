@@ -5,15 +5,15 @@ import torch
 from torch import nn
 
 import gradwire as gw
-from tests.training_world import (
+from tests.training import (
     assert_same,
     batches,
     local_model,
     local_step,
     loss_of,
     spread_model,
-    three_workers,
 )
+from tests.worlds import three_workers
 
 
 class Overflows(nn.Module):

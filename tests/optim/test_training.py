@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, OneCycleLR, StepLR
 
 import gradwire as gw
-from tests.training_world import (
+from tests.training import (
     assert_same,
     batches,
     local_model,
@@ -16,8 +16,8 @@ from tests.training_world import (
     loss_of,
     spread_model,
     spread_step,
-    three_workers,
 )
+from tests.worlds import three_workers
 
 MOST = 0.9  # a norm that gradients have now and then
 CLASSES = [

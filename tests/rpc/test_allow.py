@@ -17,8 +17,8 @@ from gradwire._wire.codec import Manner
 from gradwire._wire.frames import Limits
 from gradwire._wire.messages import Call
 from gradwire.testing import World
-from tests.calls_world import Boom, boom, whoami
-from tests.carrying import Codec
+from tests.rpc.functions import Boom, boom, whoami
+from tests.wire.round_trip import Codec
 
 SOURCE = '''
 """A module of functions for others to call."""
@@ -81,7 +81,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.fixture
 def world(served: ModuleType) -> Iterator[World]:
     with World(
-        2, allow=[served, max, "tests.calls_world:whoami", boom, torch.add]
+        2, allow=[served, max, "tests.rpc.functions:whoami", boom, torch.add]
     ) as world:
         yield world
 

@@ -14,16 +14,8 @@ from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.calls_world import (
-    ENOUGH,
-    add,
-    held,
-    holding,
-    in_flight,
-    never,
-    orders,
-    whoami,
-)
+from tests.rpc.functions import add, held, holding, never, whoami
+from tests.worlds import LIMIT, in_flight, orders
 
 LARGE = 100_000  # elements: travels in the bulk area
 
@@ -351,7 +343,7 @@ def test_a_call_that_takes_too_long_says_which_where_and_how_long(world: World) 
             call()
         error = caught.value
         assert isinstance(error, TimeoutError)
-        assert error.call == "tests.calls_world.never"
+        assert error.call == "tests.rpc.functions.never"
         assert error.seconds == 0.05
         assert f"{error.call} on worker '{error.worker}' timed out after 0.05 s" in str(
             error
@@ -365,14 +357,14 @@ def test_a_timeout_needs_nobody_who_waits() -> None:
         expired = threading.Event()
         future = world[0].rpc_async("worker1", never, timeout=0.01)
         future.add_done_callback(lambda _: expired.set())
-        assert expired.wait(ENOUGH)
+        assert expired.wait(LIMIT)
         with pytest.raises(gw.CallTimeout):
             future.value()
 
 
 def test_calls_expire_each_at_its_own_time(world: World) -> None:
     post = world[0].rpc_async
-    later, never_ends = (post("worker1", never, timeout=t) for t in (ENOUGH, 0))
+    later, never_ends = (post("worker1", never, timeout=t) for t in (LIMIT, 0))
     soon, sooner = (post("worker1", never, timeout=t) for t in (0.02, 0.01))
     for future in (soon, sooner):
         with pytest.raises(gw.CallTimeout):
@@ -469,7 +461,7 @@ def test_without_a_worker_the_functions_say_what_to_do() -> None:
 def test_two_worlds_in_one_process_do_not_disturb_each_other() -> None:
     with World(2) as one, World(3) as other, holding() as hold:
         future = one[0].rpc_async("worker1", held, ("one",))
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         other.kill(1)
         with pytest.raises(gw.WorkerLostError):
             other[0].rpc_sync("worker1", whoami)

@@ -14,19 +14,8 @@ from gradwire.options import Options
 from gradwire.testing import World
 from gradwire.threads import Executor
 from gradwire.worker import Worker
-from tests.calls_world import (
-    ENOUGH,
-    add,
-    held,
-    holding,
-    in_flight,
-    meanwhile,
-    never,
-    orders,
-    say,
-    until,
-    whoami,
-)
+from tests.rpc.functions import add, held, holding, never, say, whoami
+from tests.worlds import LIMIT, in_flight, meanwhile, orders, wait_until
 
 
 @pytest.fixture(params=[None, 1, 2], ids="fifo seed1 seed2".split())
@@ -56,7 +45,7 @@ def test_a_gathering_waits_for_the_last_whoever_it_is(world: World, last: int) -
 
     def gather(worker: gw.Worker) -> list[Any]:
         if worker.id == last:
-            assert gate.wait(ENOUGH)
+            assert gate.wait(LIMIT)
         else:
             gate.set()
         return [*worker.all_gather(worker.name).values()]
@@ -137,13 +126,15 @@ def test_a_gathering_fails_with_the_worker_that_collects(world: World) -> None:
     def gather(index: int) -> None:
         with pytest.raises(gw.WorkerLostError, match="lost worker 'worker0'"):
             world[index].all_gather(index)
-        failed.wait(ENOUGH)
+        failed.wait(LIMIT)
 
     failed = threading.Barrier(3)
     with meanwhile(lambda: gather(1), lambda: gather(2)):
-        until(lambda: in_flight(world[1]) == in_flight(world[2]) == "1 calls in flight")
+        wait_until(
+            lambda: in_flight(world[1]) == in_flight(world[2]) == "1 calls in flight"
+        )
         world.kill(0)
-        failed.wait(ENOUGH)
+        failed.wait(LIMIT)
     result = world.run(lambda w: None if w.is_closed else w.all_gather(w.id))
     assert result[1:] == [{"worker1": 1, "worker2": 2}] * 2
 
@@ -284,7 +275,7 @@ def test_a_lost_worker_fails_all_that_wait_for_it_and_nobody_else(
     with holding() as hold:
         other = world[0].rpc_async("worker2", held, ("fine",))
         with meanwhile(wait_in_vain, wait_in_vain):
-            until(lambda: in_flight(world[0]) == "6 calls in flight")
+            wait_until(lambda: in_flight(world[0]) == "6 calls in flight")
             world.kill(1)
         for future in doomed:
             with pytest.raises(gw.WorkerLostError, match="lost worker 'worker1'"):
@@ -317,7 +308,7 @@ def test_a_loss_is_logged_once_by_each_who_is_left(
 def test_calls_of_a_lost_worker_that_still_run_harm_nobody(world: World) -> None:
     with holding() as hold:
         future = world[1].rpc_async("worker0", held)
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         world.kill(1)
         hold.release.set()
         with pytest.raises(gw.ClosedError):
@@ -336,7 +327,7 @@ def test_all_wait_at_the_end_for_a_call_under_way(world: World) -> None:
     with holding() as hold:
         future = world[0].rpc_async("worker1", held)
         future.then(lambda _: say("done"))
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         with meanwhile(*[lambda w=worker: end(w) for worker in world]):
             hold.release.set()
         assert future.done()
@@ -367,7 +358,7 @@ class HeldTimeout(float):
 
 
 def start_slowly() -> None:
-    gw.rpc_async("worker0", start_another, timeout=HeldTimeout(ENOUGH))
+    gw.rpc_async("worker0", start_another, timeout=HeldTimeout(LIMIT))
 
 
 second_round = threading.Event()
@@ -375,12 +366,12 @@ third_round = threading.Event()
 
 
 def start_another() -> None:
-    assert second_round.wait(ENOUGH)
+    assert second_round.wait(LIMIT)
     gw.rpc_async("worker1", take_long).then(lambda f: say(f.value()))
 
 
 def take_long() -> str:
-    assert third_round.wait(ENOUGH)
+    assert third_round.wait(LIMIT)
     return "ended well"
 
 
@@ -390,14 +381,14 @@ def test_all_wait_at_the_end_for_a_call_that_is_slow_to_get_going() -> None:
     with World(2) as world, holding() as hold:
         rounds = world[0]._collectives._gatherings._open
         world[0].rpc_async("worker1", start_slowly)
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         with meanwhile(world[1].shutdown):
-            until(lambda: "end/0/0" in rounds)  # worker1 takes itself to be quiet
+            wait_until(lambda: "end/0/0" in rounds)  # worker1 takes itself to be quiet
             hold.release.set()
             with meanwhile(world[0].shutdown):
-                until(lambda: "end/0/1" in rounds)
+                wait_until(lambda: "end/0/1" in rounds)
                 second_round.set()
-                until(lambda: "end/0/2" in rounds or world[0].is_closed)
+                wait_until(lambda: "end/0/2" in rounds or world[0].is_closed)
                 third_round.set()
     assert hold.said == ["ended well"]
 
@@ -424,7 +415,7 @@ def test_the_end_does_not_wait_for_a_worker_that_is_lost(world: World) -> None:
 def test_the_end_comes_although_the_worker_that_collects_is_lost(early: int) -> None:
     with World(3) as world:
         with meanwhile(world[early].shutdown):
-            until(lambda: in_flight(world[early]) == "1 calls in flight")
+            wait_until(lambda: in_flight(world[early]) == "1 calls in flight")
             world.kill(0)
             world[3 - early].shutdown()
         assert all(worker.is_closed for worker in world)
@@ -447,7 +438,7 @@ def test_leaving_at_once_fails_the_calls_in_flight(world: World) -> None:
             world[0].rpc_sync("worker1", never, timeout=0)
 
     with meanwhile(wait_in_vain):
-        until(lambda: in_flight(world[0]) == "4 calls in flight")
+        wait_until(lambda: in_flight(world[0]) == "4 calls in flight")
         world[0].shutdown(graceful=False)
     for future in futures:
         with pytest.raises(gw.ClosedError, match="this worker was shut down"):
@@ -465,9 +456,9 @@ def test_who_calls_a_worker_that_leaves_is_told(world: World) -> None:
 def test_an_answer_given_before_leaving_arrives() -> None:
     with World(2, threads=1) as world, holding() as hold:
         busy = world[0].rpc_async("worker0", held)  # its only thread
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         future = world[0].rpc_async("worker1", whoami)
-        until(lambda: world._transports[0]._pending)  # the answer lies there
+        wait_until(lambda: world._transports[0]._pending)  # the answer lies there
         world[1].shutdown(graceful=False)
         assert future.wait() == "worker1"
         hold.release.set()

@@ -14,7 +14,7 @@ from gradwire._transport.base import Card
 from gradwire._wire.frames import Parcel
 from gradwire.threads import Bell, Executor
 from gradwire.worker import Worker
-from tests.sockets_world import close_world, open_world, wait_until
+from tests.worlds import close_world, open_world, wait_until
 
 LIMIT = 5.0
 CONVINCED = 3

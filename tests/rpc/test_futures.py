@@ -17,19 +17,8 @@ from gradwire._rpc.async_execution import async_execution
 from gradwire._rpc.futures import CallFuture
 from gradwire._transport.loopback import LoopbackTransport
 from gradwire.testing import World
-from tests.calls_world import (
-    ENOUGH,
-    Boom,
-    add,
-    boom,
-    held,
-    holding,
-    in_flight,
-    meanwhile,
-    never,
-    until,
-    whoami,
-)
+from tests.rpc.functions import Boom, add, boom, held, holding, never, whoami
+from tests.worlds import LIMIT, in_flight, meanwhile, wait_until
 
 
 @pytest.fixture(params=[None, 1], ids=["fifo", "seed1"])
@@ -46,7 +35,7 @@ def test_a_future_is_done_when_its_result_is_there(world: World) -> None:
         future = world[0].rpc_async("worker1", held, (5,))
         assert not future.done()
         assert repr(future) == (
-            "<CallFuture of call of tests.calls_world.held on worker 'worker1': pending>"
+            "<CallFuture of call of tests.rpc.functions.held on worker 'worker1': pending>"
         )
         hold.release.set()
         assert future.wait() == 5
@@ -63,17 +52,17 @@ def test_a_wait_can_give_up_and_be_tried_again(world: World) -> None:
                 future.wait(timeout=seconds)
             assert not isinstance(caught.value, gw.CallTimeout)
             assert str(caught.value) == (
-                "call of tests.calls_world.held on worker 'worker1': "
+                "call of tests.rpc.functions.held on worker 'worker1': "
                 f"no result after {seconds:g} s"
             )
         hold.release.set()
-        assert future.wait(timeout=ENOUGH) == 5
+        assert future.wait(timeout=LIMIT) == 5
 
 
 def test_the_calls_own_timeout_wins_over_a_longer_wait(world: World) -> None:
     future = world[0].rpc_async("worker1", never, timeout=0.01)
     with pytest.raises(gw.CallTimeout):
-        future.wait(timeout=ENOUGH)
+        future.wait(timeout=LIMIT)
 
 
 @pytest.mark.parametrize("to", ["worker1", "worker0"])
@@ -82,7 +71,7 @@ def test_many_threads_can_wait_for_one_future(world: World, to: str) -> None:
     with holding() as hold:
         future = world[0].rpc_async(to, held, (5,), timeout=0)
         with meanwhile(*[lambda: results.append(future.wait())] * 5):
-            assert hold.entered.wait(ENOUGH)
+            assert hold.entered.wait(LIMIT)
             hold.release.set()
     assert results == [5] * 5
 
@@ -127,9 +116,9 @@ def test_callbacks_run_once_whenever_they_are_added(world: World) -> None:
     with holding() as hold:
         future = world[0].rpc_async("worker1", held, (5,))
         future.add_done_callback(lambda f: calls.append(("early", f.value())))
-        future.add_done_callback(lambda _: both.wait(ENOUGH))
+        future.add_done_callback(lambda _: both.wait(LIMIT))
         hold.release.set()
-        both.wait(ENOUGH)
+        both.wait(LIMIT)
     future.add_done_callback(lambda f: calls.append(("late", f.value())))
     assert calls == [("early", 5), ("late", 5)]
 
@@ -397,7 +386,7 @@ def test_what_a_coroutine_raises_reaches_the_caller_and_ends_no_other(
     world: World, kind: type[BaseException], arrives: type[Exception]
 ) -> None:
     with pytest.raises(arrives) as caught:
-        world[0].rpc_sync("worker1", abort, (kind,), timeout=ENOUGH)
+        world[0].rpc_sync("worker1", abort, (kind,), timeout=LIMIT)
     assert not isinstance(caught.value, gw.CallTimeout)
     assert world[0].rpc_sync("worker1", aadd, (1, 2)) == 3
 
@@ -434,7 +423,7 @@ def test_a_worker_that_leaves_does_not_blame_the_coroutines_it_cancels(
     close = LoopbackTransport.close
 
     def close_late(transport: LoopbackTransport) -> None:
-        until(lambda: not loop_runs())
+        wait_until(lambda: not loop_runs())
         close(transport)
 
     with World(2) as world:
@@ -463,7 +452,7 @@ def test_a_failure_nobody_looked_at_is_logged_once(
         world[0].rpc_async("worker1", boom, ("unheard",))
     (text,) = unseen(caplog)
     assert text == (
-        "call of tests.calls_world.boom on worker 'worker1' failed and nobody looked: "
+        "call of tests.rpc.functions.boom on worker 'worker1' failed and nobody looked: "
         "Boom('unheard')"
     )
 
@@ -473,7 +462,7 @@ LOOKS: dict[str, Callable[[CallFuture], Any]] = {
     "value": lambda f: (f.on_done(lambda: None), f.wait(), f.value()),
     "then": lambda f: f.then(lambda _: None).wait(),
     "callback": lambda f: f.add_done_callback(lambda _: None),
-    "await": lambda f: asyncio.run(asyncio.wait_for(f, ENOUGH)),
+    "await": lambda f: asyncio.run(asyncio.wait_for(f, LIMIT)),
     "wait_all": lambda f: torch.futures.wait_all([f]),
     "collect_all": lambda f: torch.futures.collect_all([f]).wait(),
 }

@@ -18,7 +18,7 @@ import torch
 
 import gradwire as gw
 from gradwire.worker import Worker
-from tests.sockets_world import (
+from tests.worlds import (
     LIMIT,
     close_world,
     open_world,

@@ -15,7 +15,7 @@ import torch
 
 import gradwire as gw
 from tests.processes import Processes
-from tests.sockets_world import LIMIT, free_port, together, wait_until
+from tests.worlds import LIMIT, free_port, together, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -343,7 +343,7 @@ def test_shutdown_waits_until_all_want_to_end(processes: Processes) -> None:
 
 INTERRUPTED_SCRIPT = """
 import os, time
-from tests.sockets_world import socket_world
+from tests.worlds import socket_world
 
 def stay(turn):
     print("entered", turn, flush=True)
@@ -383,7 +383,7 @@ import gc, os, sys
 import torch
 from torch.distributed import HashStore
 import gradwire as gw
-from tests.sockets_world import socket_world
+from tests.worlds import socket_world
 
 def in_child(body):
     child = os.fork()

@@ -9,7 +9,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.calls_world import Boom, boom, in_flight, never, whoami
+from tests.rpc.functions import Boom, boom, never, whoami
+from tests.worlds import in_flight
 
 
 @pytest.fixture(params=[None, 1], ids=["fifo", "seed1"])
@@ -266,7 +267,7 @@ def ask_a_stranger() -> None:
 def test_a_timeout_over_there_is_a_timeout_here(world: World) -> None:
     error = failure(world, ask_in_vain)
     assert isinstance(error, gw.CallTimeout)
-    assert (error.call, error.worker) == ("tests.calls_world.never", "worker2")
+    assert (error.call, error.worker) == ("tests.rpc.functions.never", "worker2")
     remote_part(error)
 
 

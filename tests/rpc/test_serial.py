@@ -12,7 +12,7 @@ import torch
 import gradwire as gw
 from gradwire._rpc import serial
 from gradwire.testing import World
-from tests.sockets_world import LIMIT
+from tests.worlds import LIMIT
 
 
 class Counter:

@@ -24,10 +24,8 @@ from gradwire._rref.messages import ADOPT, CREATE, NOTES, RECALL
 from gradwire._transport.faulty import Faults
 from gradwire._wire.messages import CALL
 from gradwire.testing import World
-from tests.calls_world import ENOUGH, Boom, boom, held, holding, meanwhile, never
-from tests.rref_world import (
-    CONTROL,
-    PostedWorld,
+from tests.rpc.functions import Boom, boom, held, holding, never
+from tests.rref.values import (
     Value,
     ended,
     fetched,
@@ -39,11 +37,17 @@ from tests.rref_world import (
     nothing,
     passed,
     same,
-    see,
-    see_end,
-    see_held,
-    see_nothing_left,
+    wait_until_freed,
+)
+from tests.worlds import (
+    CONTROL,
+    LIMIT,
+    PostedWorld,
+    meanwhile,
     tables,
+    wait_until,
+    wait_until_held,
+    wait_until_no_references,
 )
 
 WORLDS: dict[str, Callable[[int], World]] = {
@@ -74,7 +78,7 @@ def world(request: pytest.FixtureRequest) -> Iterator[World]:
         kept.clear()
         yield current
         kept.clear()
-        see_nothing_left(current)
+        wait_until_no_references(current)
 
 
 @pytest.fixture
@@ -87,7 +91,7 @@ def posted() -> Iterator[PostedWorld]:
         yield opened
         opened.post.release()
         kept.clear()
-        see_nothing_left(opened)
+        wait_until_no_references(opened)
 
 
 # Requests
@@ -113,7 +117,7 @@ def test_a_reference_can_be_passed_on(world: World, route: tuple[str, ...]) -> N
     assert rref.to_here() == name
     assert ended[name] == 0
     del rref
-    see_end(name)
+    wait_until_freed(name)
 
 
 @pytest.mark.parametrize("route", [("worker1",), ("worker1", "worker2"), ("worker0",)])
@@ -123,7 +127,7 @@ def test_a_local_reference_can_be_passed_on(
     rref = local("local")
     assert passed(rref, *route) == "local"
     del rref
-    see_end("local")
+    wait_until_freed("local")
 
 
 def holders(rref: gw.RRef[Any]) -> list[str]:
@@ -136,7 +140,7 @@ def test_the_owner_knows_of_a_fork_before_the_function_runs(world: World) -> Non
     rref = gw.remote("worker1", Value, ("known",))
     assert gw.rpc_sync("worker2", holders, (rref,)) == ["worker0", "worker2"]
     del rref
-    see_end("known")
+    wait_until_freed("known")
 
 
 def test_a_function_waits_until_the_owner_knows_of_the_fork(
@@ -148,41 +152,41 @@ def test_a_function_waits_until_the_owner_knows_of_the_fork(
     with holding() as hold:
         future = gw.rpc_async("worker2", held, (rref,))
         del rref
-        see(lambda: posted.post.waits(ADOPT))
+        wait_until(lambda: posted.post.waits(ADOPT))
         assert not hold.entered.wait(0.05)
         assert not ended["waits"]  # the parent has not let go
         posted.post.release()
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         hold.release.set()
         assert future.wait().to_here() == "waits"
     del future
-    see_end("waits")
+    wait_until_freed("waits")
 
 
 def test_a_handle_can_be_dropped_while_the_call_is_under_way(world: World) -> None:
     with holding() as hold:
         future = gw.rpc_async("worker2", held, (gw.remote("worker1", Value, ("x",)),))
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         gc.collect()
         assert not ended["x"]
         hold.release.set()
         assert future.wait().to_here() == "x"
     del future
-    see_end("x")
+    wait_until_freed("x")
 
 
 def test_what_a_function_keeps_stays(world: World) -> None:
     rref = gw.remote("worker1", Value, ("kept",))
     gw.rpc_sync("worker2", keep, (rref,))
     del rref
-    see(lambda: not tables(world[0])["held"])
-    see_held(world[1], 1)
+    wait_until(lambda: not tables(world[0])["held"])
+    wait_until_held(world[1], 1)
     assert not ended["kept"]
     [[other]] = kept.values()
     assert other.to_here() == "kept"
     kept.clear()
     del other
-    see_end("kept")
+    wait_until_freed("kept")
 
 
 @dataclasses.dataclass
@@ -237,7 +241,7 @@ def test_references_travel_inside_of_other_things(world: World, name: str) -> No
     assert unpack(made.to_here()).to_here() == name
     assert not ended[name]
     del made
-    see_end(name)
+    wait_until_freed(name)
 
 
 def test_a_function_can_hold_references_too(world: World) -> None:
@@ -246,7 +250,7 @@ def test_a_function_can_hold_references_too(world: World) -> None:
     bound = functools.partial(fetched, holder.rref)
     assert gw.remote("worker2", bound).to_here() == "bound"
     del holder, bound
-    see_end("bound")
+    wait_until_freed("bound")
 
 
 def test_the_same_reference_twice_in_a_message_is_one(world: World) -> None:
@@ -255,7 +259,7 @@ def test_the_same_reference_twice_in_a_message_is_one(world: World) -> None:
     assert first is rest[0]
     assert first is not rref
     del rref, rest, first
-    see_end("twice")
+    wait_until_freed("twice")
 
 
 def test_many_references_in_one_message_all_come(world: World) -> None:
@@ -264,7 +268,7 @@ def test_many_references_in_one_message_all_come(world: World) -> None:
     back = gw.rpc_sync("worker2", same, (rrefs,))
     assert [name_of(rref) for rref in back] == names
     del rrefs, back
-    see_end(*names)
+    wait_until_freed(*names)
 
 
 # Replies
@@ -276,7 +280,7 @@ def test_a_call_can_return_a_reference_of_its_own(world: World) -> None:
     assert rref.to_here() == "own"
     assert rref.confirmed_by_owner()
     del rref
-    see_end("own")
+    wait_until_freed("own")
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1", "worker2"])
@@ -286,7 +290,7 @@ def test_a_call_can_return_a_reference_to_anyones_value(world: World, to: str) -
     assert rref.is_owner() == (to == "worker0")
     assert name_of(rref) == "anyone"
     del rref
-    see_end("anyone")
+    wait_until_freed("anyone")
 
 
 def test_what_comes_back_to_its_owner_is_the_value_itself(world: World) -> None:
@@ -296,14 +300,14 @@ def test_what_comes_back_to_its_owner_is_the_value_itself(world: World) -> None:
     del rref
     assert back.local_value().name == "home"
     del back
-    see_end("home")
+    wait_until_freed("home")
 
 
 def test_a_result_that_nobody_takes_is_freed(world: World) -> None:
     gw.rpc_sync("worker1", local, ("unused",))
-    see_end("unused")
+    wait_until_freed("unused")
     gw.rpc_async("worker2", make_at, ("worker1", "thrown away"))
-    see_end("thrown away")
+    wait_until_freed("thrown away")
 
 
 def test_a_reference_to_a_reference_keeps_both(world: World) -> None:
@@ -316,7 +320,7 @@ def test_a_reference_to_a_reference_keeps_both(world: World) -> None:
     assert outermost.local_value().rpc_sync().to_here() == "inner"
     assert not ended["inner"]
     del outermost
-    see_end("inner")
+    wait_until_freed("inner")
 
 
 def test_everyone_can_gather_references(world: World) -> None:
@@ -327,7 +331,7 @@ def test_everyone_can_gather_references(world: World) -> None:
 
     names = [f"of worker{i}" for i in range(3)]
     assert world.run(share) == [names] * 3
-    see_end(*names)
+    wait_until_freed(*names)
 
 
 # Methods
@@ -344,9 +348,9 @@ def test_methods_take_and_give_references(world: World) -> None:
     assert again.to_here().to_here() == "second"
     del rref
     assert not ended["second"]
-    see_end("first")
+    wait_until_freed("first")
     del back, again
-    see_end("second")
+    wait_until_freed("second")
 
 
 def test_calls_under_way_keep_the_value(world: World) -> None:
@@ -359,7 +363,7 @@ def test_calls_under_way_keep_the_value(world: World) -> None:
         "shortest"
     )
     del future
-    see_end("short", "shorter", "shortest")
+    wait_until_freed("short", "shorter", "shortest")
 
 
 # Ahead of the call that makes the value
@@ -376,7 +380,7 @@ def test_a_value_can_be_asked_for_before_its_call_has_come(posted: PostedWorld) 
         gw.rpc_async("worker2", passed, (rref, "worker1")),
     ]
     chained = rref.remote()("chain")
-    see(lambda: len(tables(posted[1])["owned"]) == 1)
+    wait_until(lambda: len(tables(posted[1])["owned"]) == 1)
     [value] = tables(posted[1])["owned"]
     assert value["state"] == "pending"
     assert not rref.confirmed_by_owner()
@@ -385,7 +389,7 @@ def test_a_value_can_be_asked_for_before_its_call_has_come(posted: PostedWorld) 
     assert [future.wait() for future in asked] == ["late", "late call", *["late"] * 3]
     assert chained.to_here() == "late chain"
     del rref, asked, chained
-    see_end("late")
+    wait_until_freed("late")
 
 
 def test_a_reference_can_be_dropped_before_its_call_has_come(
@@ -397,12 +401,12 @@ def test_a_reference_can_be_dropped_before_its_call_has_come(
     del rref
     lost = gw.remote("worker1", Value, ("lost",))
     del lost
-    see(lambda: not tables(posted[0])["held"])
+    wait_until(lambda: not tables(posted[0])["held"])
     posted.post.release()
-    see_end("lost")
+    wait_until_freed("lost")
     assert kept["worker2"][0].to_here() == "late"
     kept.clear()
-    see_end("late")
+    wait_until_freed("late")
 
 
 def test_a_call_that_never_comes_fails_all_who_wait(posted: PostedWorld) -> None:
@@ -419,7 +423,7 @@ def test_a_call_that_never_comes_fails_all_who_wait(posted: PostedWorld) -> None
     ended["never"] = 0
     del rref, waiting
     posted.post.release()
-    see_nothing_left(posted)  # should it come after all, it is made and freed
+    wait_until_no_references(posted)  # should it come after all, it is made and freed
     assert ended["never"] in (0, 1)
 
 
@@ -447,7 +451,7 @@ def test_references_go_around_in_a_ring(world: World) -> None:
         pass
     assert not any(ended[f"ring{i}"] for i in range(3))
     del rrefs
-    see_end(*[f"ring{i}" for i in range(3)])
+    wait_until_freed(*[f"ring{i}" for i in range(3)])
 
 
 class Walk:
@@ -511,8 +515,8 @@ def test_whatever_is_done_all_values_are_freed_once(fuzz_seed: int) -> None:
 
         with meanwhile(*map(body, range(6))):
             pass
-        see_nothing_left(world)
-        see_end(*[name for walk in walks for name in walk.names])
+        wait_until_no_references(world)
+        wait_until_freed(*[name for walk in walks for name in walk.names])
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -522,8 +526,8 @@ def test_faults_of_control_messages_lose_nothing(seed: int) -> None:
         walk = Walk(seed)
         with world.as_worker(0):
             walk.run(60)
-        see_nothing_left(world)
-        see_end(*walk.names)
+        wait_until_no_references(world)
+        wait_until_freed(*walk.names)
 
 
 # Workers that die
@@ -534,14 +538,14 @@ def test_values_that_only_a_lost_worker_held_are_freed(world: World) -> None:
     shared = gw.remote("worker1", Value, ("shared",))
     gw.rpc_sync("worker2", keep, ([alone, shared],))
     del alone
-    see(lambda: len(tables(world[0])["held"]) == 1)
+    wait_until(lambda: len(tables(world[0])["held"]) == 1)
     assert not ended["alone"]
     world.kill(2)
-    see_end("alone")
+    wait_until_freed("alone")
     assert shared.to_here() == "shared"
     assert holders(shared) == ["worker0"]
     del shared
-    see_end("shared")
+    wait_until_freed("shared")
 
 
 def test_a_lost_creator_takes_its_values_along(world: World) -> None:
@@ -551,10 +555,10 @@ def test_a_lost_creator_takes_its_values_along(world: World) -> None:
         [rref.to_here() for rref in made]
         gw.rpc_sync("worker0", keep, (made[2],))
     world.kill(2)
-    see_end(*names[:2])
+    wait_until_freed(*names[:2])
     assert kept["worker0"][0].to_here() == "creator2"
     kept.clear()
-    see_end("creator2")
+    wait_until_freed("creator2")
 
 
 def test_uses_of_a_lost_owners_value_fail_at_once(world: World) -> None:
@@ -572,7 +576,7 @@ def test_uses_of_a_lost_owners_value_fail_at_once(world: World) -> None:
         ]
         chained = pending.remote().anything()
         gw.rpc_sync("worker2", keep, (rref,))
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         with meanwhile(lambda: world.kill(1)):  # it waits for the function
             for future in waiting:
                 check_lost(future.wait)
@@ -591,9 +595,9 @@ def test_uses_of_a_lost_owners_value_fail_at_once(world: World) -> None:
             check_lost(use)
     with pytest.raises(Exception, match="lost worker 'worker1'"):
         gw.rpc_sync("worker2", lambda: kept["worker2"][0])
-    assert time.monotonic() - started < ENOUGH
+    assert time.monotonic() - started < LIMIT
     gc.collect()  # the errors' frames
-    see(lambda: not tables(world[0])["held"])
+    wait_until(lambda: not tables(world[0])["held"])
     assert repr(rref).startswith("<RRef 0.1, owner 'worker1'")
 
 
@@ -612,7 +616,7 @@ def test_who_waits_for_a_lost_creators_value_is_told(posted: PostedWorld) -> Non
     [mine] = kept["worker0"]
     [owned] = kept["worker1"]
     futures = [mine.to_here_async(), owned.to_here_async(), mine.rpc_async()("x")]
-    see(lambda: tables(posted[1])["owned"])
+    wait_until(lambda: tables(posted[1])["owned"])
     posted.kill(2)
     for future in futures:
         with pytest.raises(gw.WorkerLostError, match="it was to make this value"):
@@ -628,13 +632,13 @@ def test_a_reference_whose_sender_dies_on_the_way_is_refused(
         posted.post.hold(ADOPT)
         with holding() as hold:
             future = gw.rpc_async("worker0", held, (rref,))
-            see(lambda: posted.post.waits(ADOPT))
+            wait_until(lambda: posted.post.waits(ADOPT))
             posted.kill(2)
-            see_end("orphan")
+            wait_until_freed("orphan")
             posted.post.release()
             with pytest.raises(gw.GradwireError):
                 future.wait()
-            see_nothing_left(posted)
+            wait_until_no_references(posted)
             assert not hold.entered.is_set()
 
 
@@ -643,10 +647,10 @@ def test_a_reference_that_came_outlives_its_sender(world: World) -> None:
         rref = gw.remote("worker1", Value, ("inherited",))
         gw.rpc_sync("worker0", keep, (rref,))
     world.kill(2)
-    see(lambda: holders(rref) == ["worker0"])
+    wait_until(lambda: holders(rref) == ["worker0"])
     assert kept["worker0"][0].to_here() == "inherited"
     kept.clear()
-    see_end("inherited")
+    wait_until_freed("inherited")
 
 
 def test_a_receiver_that_dies_gives_back_what_was_on_its_way(
@@ -661,7 +665,7 @@ def test_a_receiver_that_dies_gives_back_what_was_on_its_way(
     posted.kill(2)
     with pytest.raises(gw.WorkerLostError):
         future.wait()
-    see_end("sent", "mine")
+    wait_until_freed("sent", "mine")
 
 
 @pytest.mark.parametrize("to", [1, 2])
@@ -669,12 +673,12 @@ def test_a_reference_returned_to_a_dead_caller_is_freed(world: World, to: int) -
     """To the one who called and is gone, and to the one who is gone before it is sent."""
     with world.as_worker(0), holding() as hold:
         gw.rpc_async(to, hold_and_make, ("dead letter",))
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         world.kill(0)
         hold.release.set()
-    see(lambda: "dead letter" in ended)
-    see_end("dead letter")
-    see_nothing_left(world)
+    wait_until(lambda: "dead letter" in ended)
+    wait_until_freed("dead letter")
+    wait_until_no_references(world)
 
 
 def hold_and_make(name: str) -> Any:
@@ -688,15 +692,15 @@ def test_a_lost_worker_does_not_keep_shutdown_waiting(world: World) -> None:
     gw.rpc_sync("worker2", keep, (rref,))
     with holding() as hold, world.as_worker(2):
         gw.rpc_async("worker1", hold_and_make, ("unread",))
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         world.kill(2)
         hold.release.set()
         started = time.monotonic()
         world.shutdown()
-    assert time.monotonic() - started < ENOUGH / 2
+    assert time.monotonic() - started < LIMIT / 2
     del rref
     kept.clear()
-    see_end("held on")
+    wait_until_freed("held on")
 
 
 # Calls that end too early or too late
@@ -708,14 +712,14 @@ def test_a_call_that_times_out_lets_go_when_its_function_ends(world: World) -> N
         with pytest.raises(gw.CallTimeout):
             gw.rpc_sync("worker2", held, ([rref, mine],), timeout=0.1)
         del rref, mine
-        assert hold.entered.wait(ENOUGH)
-        see(lambda: not tables(world[0])["on_their_way"])
+        assert hold.entered.wait(LIMIT)
+        wait_until(lambda: not tables(world[0])["on_their_way"])
         gc.collect()
         assert not ended["slow"]
         assert not ended["mine"]
         assert not hold.release.is_set()
         hold.release.set()
-    see_end("slow", "mine")
+    wait_until_freed("slow", "mine")
 
 
 def test_a_call_that_fails_lets_go_of_its_references(world: World) -> None:
@@ -726,7 +730,7 @@ def test_a_call_that_fails_lets_go_of_its_references(world: World) -> None:
         gw.rpc_async(to, fail, (rref, mine)).then(nothing).wait()
         del rref, mine
     gc.collect()  # the errors' frames
-    see_end(*[f"{letter}{to}" for letter in "ab" for to in range(3)])
+    wait_until_freed(*[f"{letter}{to}" for letter in "ab" for to in range(3)])
 
 
 def fail(*_: Any) -> None:
@@ -744,11 +748,11 @@ def test_a_request_that_comes_too_late_finds_its_references_gone(
             with pytest.raises(gw.CallTimeout):
                 gw.rpc_sync("worker2", held, (reference,), timeout=0.05)
         del rref, mine, reference
-        see_end("tardy", "mine")
+        wait_until_freed("tardy", "mine")
         posted.post.release()
         # The value is gone: who gets the reference now cannot use it, and leaves nothing.
         hold.release.set()
-        see_nothing_left(posted)
+        wait_until_no_references(posted)
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1", "worker2"])
@@ -758,7 +762,7 @@ def test_a_reply_that_comes_too_late_is_given_back(
     posted.post.hold(-CALL)
     with pytest.raises(gw.CallTimeout):
         gw.rpc_sync("worker2", make_at, (to, "overdue"), timeout=0.1)
-    see_end("overdue")
+    wait_until_freed("overdue")
     assert not tables(posted[2])["on_their_way"]
     posted.post.release()
 
@@ -766,14 +770,14 @@ def test_a_reply_that_comes_too_late_is_given_back(
 def test_a_reply_is_waited_for_while_its_call_is_under_way(posted: PostedWorld) -> None:
     posted.post.hold(-CALL)
     future = gw.rpc_async("worker2", make_at, ("worker1", "patient"))
-    see(lambda: posted.post.waits(-CALL))
+    wait_until(lambda: posted.post.waits(-CALL))
     # Long enough for the sender to ask, and be told that it may still come.
-    see(lambda: posted[2].references.held_forks._expected)
+    wait_until(lambda: posted[2].references.held_forks._expected)
     assert not ended["patient"]
     posted.post.release()
     assert future.wait().to_here() == "patient"
     del future
-    see_end("patient")
+    wait_until_freed("patient")
 
 
 @pytest.mark.parametrize("kind", [NOTES, RECALL, -NOTES, -RECALL, ADOPT, -ADOPT])
@@ -789,15 +793,15 @@ def test_a_control_message_that_is_very_late_does_no_harm(
     with pytest.raises(Boom):
         gw.rpc_async("worker1", fail, ([rref, mine],)).wait()
     if abs(kind) == ADOPT:
-        see(lambda: posted.post.waits(kind))
+        wait_until(lambda: posted.post.waits(kind))
         posted.post.release()
     assert futures[0].wait()[0].to_here() == "calm"
     assert futures[1].wait().to_here() == "serene"
     del rref, mine, futures
     gc.collect()
-    see(lambda: abs(kind) == ADOPT or posted.post.waits(kind))
+    wait_until(lambda: abs(kind) == ADOPT or posted.post.waits(kind))
     posted.post.release()
-    see_end("calm", "quiet", "serene")
+    wait_until_freed("calm", "quiet", "serene")
 
 
 # The end of a world
@@ -813,7 +817,7 @@ def test_shutdown_settles_what_was_dropped(
         gw.rpc_async("worker2", fail, (rrefs,)).then(nothing)
         del rrefs
         world.shutdown()
-    see_end("end0", "end1", "end2")
+    wait_until_freed("end0", "end1", "end2")
     assert "still holds" not in caplog.text
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
@@ -848,7 +852,7 @@ def test_shutdown_names_what_leaked_and_where_it_was_made(
     assert "worker 'worker1' still holds" not in caplog.text
     kept.clear()
     del leak
-    see_end("leak")
+    wait_until_freed("leak")
 
 
 def test_shutdown_names_ten_leaks_at_most(caplog: pytest.LogCaptureFixture) -> None:
@@ -875,7 +879,7 @@ def test_a_reference_in_a_garbage_cycle_is_no_leak(
     finally:
         gc.enable()
     assert "still holds" not in caplog.text
-    see_end("cycle")
+    wait_until_freed("cycle")
 
 
 @pytest.mark.parametrize("patience", [0.0, 60.0])
@@ -897,8 +901,8 @@ def test_shutdown_does_not_wait_for_what_will_not_come(
         del rref
         started = time.monotonic()
         world.shutdown()
-    assert time.monotonic() - started < ENOUGH / 2
-    see_end("unsure", "overdue")
+    assert time.monotonic() - started < LIMIT / 2
+    wait_until_freed("unsure", "overdue")
 
 
 def test_shutdown_waits_for_references_in_motion(
@@ -913,7 +917,7 @@ def test_shutdown_waits_for_references_in_motion(
         current.shutdown()
         assert [future.wait() for future in futures] == ["moving"] * 5
     assert "still holds" not in caplog.text
-    see_end("moving")
+    wait_until_freed("moving")
 
 
 def test_leaving_at_once_waits_for_nothing() -> None:
@@ -923,12 +927,12 @@ def test_leaving_at_once_waits_for_nothing() -> None:
         value.to_here()
         started = time.monotonic()
         world.shutdown(graceful=False)
-        assert time.monotonic() - started < ENOUGH / 4
+        assert time.monotonic() - started < LIMIT / 4
     with pytest.raises(gw.ClosedError):
         value.to_here()
     with pytest.raises(gw.GradwireError):
         rref.to_here()
-    see_end("abandoned")
+    wait_until_freed("abandoned")
 
 
 # Garbage
@@ -941,17 +945,17 @@ def test_a_value_that_refers_to_itself_is_garbage(world: World) -> None:
     del rref
     gc.collect()
     assert watch() is None
-    see_end("narcissus")
+    wait_until_freed("narcissus")
 
 
 def test_a_remote_value_that_refers_to_itself_is_garbage(world: World) -> None:
     rref = gw.remote("worker1", Value, ("echo",))
     rref.rpc_sync().keep([rref])
     del rref
-    see(lambda: not tables(world[0])["held"])
-    see_held(world[1], 0)
+    wait_until(lambda: not tables(world[0])["held"])
+    wait_until_held(world[1], 0)
     gc.collect()
-    see_end("echo")
+    wait_until_freed("echo")
 
 
 def test_a_cycle_of_a_user_through_a_reference_is_garbage(world: World) -> None:
@@ -964,7 +968,7 @@ def test_a_cycle_of_a_user_through_a_reference_is_garbage(world: World) -> None:
     holder.kind.wait()
     del holder
     gc.collect()
-    see_end("looped")
+    wait_until_freed("looped")
 
 
 def test_a_reference_alone_needs_no_garbage_collector(world: World) -> None:
@@ -982,7 +986,7 @@ def test_a_reference_alone_needs_no_garbage_collector(world: World) -> None:
         mine.to_here()
         gw.rpc_sync("worker2", fetched, (mine,))
         del mine
-        see_end("counted", "own")
+        wait_until_freed("counted", "own")
     finally:
         gc.enable()
 
@@ -996,12 +1000,12 @@ def test_a_failed_reference_needs_no_garbage_collector(world: World) -> None:
             with pytest.raises(Boom):
                 rref.to_here()
         del rref
-        see_nothing_left(world)
+        wait_until_no_references(world)
     finally:
         gc.enable()
 
 
-# What people see
+# What people wait_until
 
 
 def test_debug_info_tells_who_owns_holds_and_carries_what(posted: PostedWorld) -> None:
@@ -1014,7 +1018,7 @@ def test_debug_info_tells_who_owns_holds_and_carries_what(posted: PostedWorld) -
     rref._get_future().wait()
     gw.rpc_sync("worker2", keep, (rref,))
     assert gw.rpc.debug_info() == posted[0].debug_info()
-    see(lambda: not posted[0].debug_info()["on_their_way"])
+    wait_until(lambda: not posted[0].debug_info()["on_their_way"])
     assert posted[0].debug_info() == empty | {
         "owned": [{"value": "0.1", "state": "Value", "forks": {}, "holders": []}],
         "held": [{"value": "0.1", "owner": "worker1", "made_at": f"{__file__}:{line}"}],
@@ -1054,4 +1058,4 @@ def test_many_threads_make_and_drop_at_once(world: World) -> None:
     names: list[str] = []
     with meanwhile(*(functools.partial(body, number) for number in range(6))):
         pass
-    see_end(*names)
+    wait_until_freed(*names)

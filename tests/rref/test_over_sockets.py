@@ -15,9 +15,9 @@ import gradwire as gw
 from gradwire._rref import held_forks
 from gradwire.api import enter
 from gradwire.testing import World
-from tests.calls_world import ENOUGH, Boom, add, boom, held, holding, meanwhile
 from tests.processes import Processes
-from tests.rref_world import (
+from tests.rpc.functions import Boom, add, boom, held, holding
+from tests.rref.values import (
     Value,
     ended,
     fetched,
@@ -30,13 +30,19 @@ from tests.rref_world import (
     nothing,
     passed,
     same,
-    see,
-    see_end,
-    see_held,
-    see_nothing_left,
-    tables,
+    wait_until_freed,
 )
-from tests.sockets_world import close_world, open_world, vanish
+from tests.worlds import (
+    LIMIT,
+    close_world,
+    meanwhile,
+    open_world,
+    tables,
+    vanish,
+    wait_until,
+    wait_until_held,
+    wait_until_no_references,
+)
 
 KINDS: dict[str, dict[str, Any]] = {
     "unix": {},
@@ -58,7 +64,7 @@ def workers(request: pytest.FixtureRequest) -> Iterator[list[gw.Worker]]:
     try:
         yield opened
         kept.clear()
-        see_nothing_left(opened)
+        wait_until_no_references(opened)
     except BaseException:
         close_world(opened, graceful=False)
         raise
@@ -73,14 +79,14 @@ Workers = list[gw.Worker]
 def test_values_are_made_used_and_freed(workers: Workers) -> None:
     rref = gw.remote("worker1", Value, ("used",))
     assert rref.to_here() == "used"
-    see(rref.confirmed_by_owner)  # its response may come after the value
+    wait_until(rref.confirmed_by_owner)  # its response may come after the value
     assert rref.rpc_sync()("a") == "used a"
     assert rref.rpc_async()("b").wait() == "used b"
     assert rref.remote()("c").to_here() == "used c"
     assert rref._get_type() is Value
     assert not ended["used"]
     del rref
-    see_end("used")
+    wait_until_freed("used")
 
 
 def test_a_value_is_made_once_however_soon_it_is_asked_for(workers: Workers) -> None:
@@ -95,7 +101,7 @@ def test_a_value_is_made_once_however_soon_it_is_asked_for(workers: Workers) -> 
         assert uses[i % 4](rref) == f"soon{i}"
         assert rref.to_here() == f"soon{i}"
     del rref
-    see_end(*[f"soon{i}" for i in range(200)])
+    wait_until_freed(*[f"soon{i}" for i in range(200)])
 
 
 @pytest.mark.parametrize(
@@ -113,7 +119,7 @@ def test_a_reference_can_be_passed_on(workers: Workers, route: tuple[str, ...]) 
     assert passed(rref, *route) == "there"
     assert passed(mine, *route) == "here"
     del rref, mine
-    see_end("there", "here")
+    wait_until_freed("there", "here")
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1", "worker2"])
@@ -124,7 +130,7 @@ def test_a_call_can_return_a_reference(workers: Workers, to: str) -> None:
     assert other.owner_name() == to
     assert name_of(other) == "returned"
     del other
-    see_end("returned")
+    wait_until_freed("returned")
 
 
 def test_large_tensors_are_values_too(workers: Workers) -> None:
@@ -169,7 +175,7 @@ def test_many_threads_make_pass_and_drop(workers: Workers) -> None:
 
     with meanwhile(*map(body, range(9))):
         pass
-    see_end(*names)
+    wait_until_freed(*names)
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
@@ -179,7 +185,7 @@ def test_the_caller_may_work_meanwhile(workers: Workers, to: str) -> None:
         with holding() as hold:
 
             def release(hold: Any = hold) -> None:
-                assert hold.entered.wait(ENOUGH), "it is not on its way"
+                assert hold.entered.wait(LIMIT), "it is not on its way"
                 hold.release.set()
 
             assert rref.rpc_meanwhile(release)(number) == number
@@ -200,13 +206,13 @@ def test_a_call_by_a_lane_that_times_out_gives_its_references_back(
     with holding() as hold:
         with pytest.raises(gw.CallTimeout):
             gw.rpc_sync("worker2", held, ([rref, mine],), timeout=0.2)
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         del rref, mine
-        see(lambda: not tables(workers[0])["on_their_way"])
+        wait_until(lambda: not tables(workers[0])["on_their_way"])
         assert not ended["slow"]
         assert not ended["mine"]
         hold.release.set()
-    see_end("slow", "mine")
+    wait_until_freed("slow", "mine")
 
 
 def test_a_reply_that_comes_too_late_is_given_back(workers: Workers) -> None:
@@ -215,7 +221,7 @@ def test_a_reply_that_comes_too_late_is_given_back(workers: Workers) -> None:
             with pytest.raises(gw.CallTimeout):
                 call("worker2", hold_and_make, (), timeout=0.1)
         hold.release.set()
-    see_nothing_left(workers)
+    wait_until_no_references(workers)
 
 
 def hold_and_make() -> Any:
@@ -253,14 +259,14 @@ def test_a_lost_user_lets_go_and_a_lost_owner_is_named(workers: Workers) -> None
     shared = gw.remote("worker1", Value, ("shared",))
     gw.rpc_sync("worker2", keep, ([alone, shared, mine],))
     del alone, mine
-    see_held(workers[0], 1)
+    wait_until_held(workers[0], 1)
     vanish(workers[2])
-    see_end("alone", "mine")
+    wait_until_freed("alone", "mine")
     assert shared.to_here() == "shared"
     with holding() as hold:
         waiting = gw.remote("worker1", held)
         future = waiting.to_here_async()
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         with meanwhile(lambda: vanish(workers[1])):  # it waits for the function
             for use in (future.wait, waiting.to_here, shared.to_here):
                 with pytest.raises(gw.WorkerLostError) as caught:
@@ -292,14 +298,14 @@ def test_a_killed_user_lets_go_of_what_it_held(processes: Processes) -> None:
         theirs = gw.rpc_sync("worker1", make_at, ("worker2", "theirs"))
         assert theirs.to_here() == "theirs"
         del mine, shared
-        see_held(me, 3)
+        wait_until_held(me, 3)
         user.kill()
-        see_end("mine")
-        see_held(me, 1)
+        wait_until_freed("mine")
+        wait_until_held(me, 1)
         assert theirs.to_here() == "theirs"  # counted in before its maker died
         assert not ended["shared"]
         gw.rpc_sync("worker2", let_go)
-        see_end("shared")
+        wait_until_freed("shared")
         del theirs
         enter(before)
     assert other.wait() == 0
@@ -313,7 +319,7 @@ def test_a_killed_owner_fails_all_uses_at_once(processes: Processes) -> None:
         rref = gw.remote("worker1", Value, ("owned",))
         assert rref.to_here() == "owned"
         gw.rpc_sync("worker2", keep, (rref,))
-        pending = gw.remote("worker1", time.sleep, (ENOUGH,))
+        pending = gw.remote("worker1", time.sleep, (LIMIT,))
         waiting = [
             pending.to_here_async(),
             pending.rpc_async().anything(),
@@ -332,7 +338,7 @@ def test_a_killed_owner_fails_all_uses_at_once(processes: Processes) -> None:
             with pytest.raises(gw.WorkerLostError) as caught:
                 use()
             assert caught.value.worker == "worker1"
-        assert time.monotonic() - started < ENOUGH / 2
+        assert time.monotonic() - started < LIMIT / 2
         del rref, pending, waiting, caught, use
         enter(before)
     assert other.wait() == 0
@@ -369,11 +375,11 @@ def test_a_hundred_thousand_references_leave_memory_as_it_was() -> None:
     process = psutil.Process()
     with World(2) as world, world.as_worker(0):
         _make_and_drop(10_000)  # what is set up once
-        see_nothing_left(world)
+        wait_until_no_references(world)
         gc.collect()
         before = process.memory_info().rss
         _make_and_drop(100_000)
-        see_nothing_left(world)
+        wait_until_no_references(world)
         gc.collect()
         grown = process.memory_info().rss - before
         assert grown < 20 << 20

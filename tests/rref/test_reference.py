@@ -15,19 +15,9 @@ import gradwire as gw
 from gradwire import api
 from gradwire._rpc.async_execution import async_execution
 from gradwire.testing import World
-from tests.calls_world import (
-    ENOUGH,
-    Boom,
-    add,
-    boom,
-    held,
-    holding,
-    meanwhile,
-    never,
-    orders,
-    whoami,
-)
-from tests.rref_world import Value, fetched, local, same, see, see_end, see_nothing_left
+from tests.rpc.functions import Boom, add, boom, held, holding, never, whoami
+from tests.rref.values import Value, fetched, local, same, wait_until_freed
+from tests.worlds import LIMIT, meanwhile, orders, wait_until, wait_until_no_references
 
 
 @pytest.fixture(params=[None, 1, 2], ids="fifo seed1 seed2".split())
@@ -100,7 +90,7 @@ def test_annotations_can_name_the_type_of_the_value(plain: World) -> None:
 def test_a_reference_is_confirmed_when_its_function_has_returned(world: World) -> None:
     with holding() as hold:
         rref = gw.remote(OTHER, held, (5,))
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         assert not rref.confirmed_by_owner()
         assert not rref._get_future().done()
         hold.release.set()
@@ -113,7 +103,7 @@ def test_a_reference_is_confirmed_when_its_function_has_returned(world: World) -
 def test_remote_returns_before_its_function_does(plain: World) -> None:
     with holding() as hold:
         rrefs = [gw.remote(to, held, (to,)) for to in (ME, OTHER)]
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         hold.release.set()
         assert [rref.to_here() for rref in rrefs] == [ME, OTHER]
 
@@ -145,10 +135,10 @@ def test_repr_says_who_owns_it_and_in_what_state(plain: World) -> None:
 
 def test_repr_tells_of_failures(plain: World) -> None:
     rref = gw.remote(OTHER, never, timeout=0.02)
-    see(lambda: repr(rref).endswith("owner 'worker1': failed: CallTimeout>"))
+    wait_until(lambda: repr(rref).endswith("owner 'worker1': failed: CallTimeout>"))
     assert not rref.confirmed_by_owner()
     failed = gw.remote(ME, boom)
-    see(lambda: repr(failed).endswith("owner here: failed>"))
+    wait_until(lambda: repr(failed).endswith("owner here: failed>"))
 
 
 def test_parts_say_in_repr_what_they_keep(plain: World) -> None:
@@ -433,7 +423,7 @@ def test_calls_of_methods_take_a_timeout(to: str) -> None:
         with pytest.raises(gw.CallTimeout):
             rref.rpc_async(timeout=0.02)().wait()
         late = rref.remote(timeout=0.02)()
-        see(lambda: "failed" in repr(late))
+        wait_until(lambda: "failed" in repr(late))
         with pytest.raises(gw.CallTimeout):
             late.to_here()
         hold.release.set()
@@ -650,7 +640,7 @@ def test_a_value_that_cannot_be_sent_stays_usable(world: World) -> None:
 def test_a_value_that_is_not_made_in_time_has_failed(plain: World) -> None:
     with holding() as hold:
         rref = gw.remote(OTHER, held, (Value("slow"),), timeout=0.03)
-        assert hold.entered.wait(ENOUGH)
+        assert hold.entered.wait(LIMIT)
         with pytest.raises(gw.CallTimeout, match="held"):
             rref._get_future().wait()
         for use in attempts(rref):
@@ -658,7 +648,7 @@ def test_a_value_that_is_not_made_in_time_has_failed(plain: World) -> None:
                 use()
         hold.release.set()
     del rref, use
-    see_nothing_left(plain)
+    wait_until_no_references(plain)
 
 
 def test_who_got_it_before_it_failed_is_told(world: World) -> None:
@@ -670,19 +660,19 @@ def test_who_got_it_before_it_failed_is_told(world: World) -> None:
         hold.release.set()
         other.wait()  # it has a hold of its own: the value is made all the same
     del rref, other
-    see_nothing_left(world)
+    wait_until_no_references(world)
 
 
 def test_a_failed_creation_that_nobody_looked_at_is_logged(
     plain: World, caplog: pytest.LogCaptureFixture
 ) -> None:
     rref = gw.remote(OTHER, never, timeout=0.01)
-    see(rref._core.creation.done)
+    wait_until(rref._core.creation.done)
     del rref
     gc.collect()
-    see(
+    wait_until(
         lambda: (
-            "tests.calls_world.never on worker 'worker1' failed and nobody"
+            "tests.rpc.functions.never on worker 'worker1' failed and nobody"
             in caplog.text
         )
     )
@@ -707,7 +697,7 @@ def test_what_cannot_be_called_or_passed_is_refused(plain: World) -> None:
     for to in (ME, OTHER):
         with pytest.raises(ValueError, match="timeout=-1"):
             gw.remote(to, add, (1, 2), timeout=-1)
-    see_nothing_left(plain)
+    wait_until_no_references(plain)
 
 
 def test_arguments_that_cannot_be_decoded_there_fail_the_reference(
@@ -720,7 +710,7 @@ def test_arguments_that_cannot_be_decoded_there_fail_the_reference(
         rref._get_future().wait()
     assert not rref.confirmed_by_owner()
     del rref
-    see_nothing_left(plain)
+    wait_until_no_references(plain)
 
 
 class Undecodable:
@@ -789,7 +779,7 @@ def test_listed_functions_and_methods_make_values(listed: World) -> None:
 
 
 def test_what_is_not_listed_is_refused(listed: World) -> None:
-    with pytest.raises(gw.NotAllowedError, match=r"tests\.rref_world:same"):
+    with pytest.raises(gw.NotAllowedError, match=r"tests\.rref\.values:same"):
         gw.remote(OTHER, same, (1,)).to_here()
     with pytest.raises(gw.NotAllowedError, match="cannot be imported by name"):
         gw.remote(OTHER, lambda: 1)
@@ -816,7 +806,7 @@ def test_only_plain_values_leave_a_worker_with_an_allow_list(listed: World) -> N
     again = rref.remote().me()
     assert again.rpc_sync().plus(1) == 4
     del rref, again
-    see_nothing_left(listed)
+    wait_until_no_references(listed)
 
 
 def test_references_do_not_go_to_workers_with_an_allow_list(listed: World) -> None:
@@ -824,7 +814,7 @@ def test_references_do_not_go_to_workers_with_an_allow_list(listed: World) -> No
         gw.rpc_sync(OTHER, add, (gw.RRef(1), 1))
     with pytest.raises(TypeError, match="RRef"):
         gw.remote(OTHER, add, (gw.RRef(1), 1))
-    see_nothing_left(listed)
+    wait_until_no_references(listed)
 
 
 # Without a worker, and after its end
@@ -853,11 +843,11 @@ def test_after_shutdown_references_say_so() -> None:
         assert "owner 'worker1'" in repr(rref)
         assert ended_soon("gone")
     del mine, rref, use
-    see_end("mine", "gone")
+    wait_until_freed("mine", "gone")
 
 
 def ended_soon(name: str) -> bool:
-    see_end(name)
+    wait_until_freed(name)
     return True
 
 
@@ -868,7 +858,7 @@ def test_waiting_for_a_value_ends_with_the_worker() -> None:
 
     def wait(use: Callable[[], Any]) -> Callable[[], None]:
         def body() -> None:
-            started.wait(ENOUGH)
+            started.wait(LIMIT)
             try:
                 use()
             except gw.GradwireError as error:
@@ -881,13 +871,13 @@ def test_waiting_for_a_value_ends_with_the_worker() -> None:
         mine = gw.remote(ME, never, timeout=0)
         at_owner = gw.rpc_async(OTHER, fetched, (rref,), timeout=0)
         call = rref.rpc_async(timeout=0).anything()
-        see(lambda: world[1].debug_info()["owned"])
+        wait_until(lambda: world[1].debug_info()["owned"])
         with meanwhile(
             wait(lambda: rref.to_here(timeout=0)),
             wait(lambda: mine.to_here(timeout=0)),
             wait(lambda: mine.local_value()),
         ):
-            started.wait(ENOUGH)
+            started.wait(LIMIT)
             world.shutdown(graceful=False)
         for future in (at_owner, call):
             with pytest.raises(gw.GradwireError):

@@ -8,9 +8,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.script_world import add, fuse, script, world
-
-__all__ = ["world"]
+from tests.script.functions import add, fuse, script
 
 
 def fused(x: Tensor, w: Tensor, to: str) -> Tensor:

@@ -9,11 +9,9 @@ from torch.jit.frontend import NotSupportedError
 
 import gradwire as gw
 from gradwire.testing import World
-from tests import script_world as here
-from tests.calls_world import held, holding
-from tests.script_world import add, mixed, no_arguments, script, whoami, world
-
-__all__ = ["world"]
+from tests.rpc.functions import held, holding
+from tests.script import functions as here
+from tests.script.functions import add, mixed, no_arguments, script, whoami
 
 ONES = torch.ones(2)
 

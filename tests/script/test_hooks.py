@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 import gradwire as gw
-from tests.script_world import add, script, scripting_world
+from tests.script.functions import add, script
+from tests.worlds import scripting_world
 
 ROOT = Path(__file__).parents[2]
 

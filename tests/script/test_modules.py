@@ -8,10 +8,8 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.testing import World
-from tests import script_world as here
-from tests.script_world import script, world
-
-__all__ = ["world"]
+from tests.script import functions as here
+from tests.script.functions import script
 
 ONES = torch.ones(2)
 

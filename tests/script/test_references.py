@@ -10,10 +10,8 @@ from torch import Tensor
 import gradwire as gw
 from gradwire import RRef
 from gradwire.testing import World
-from tests import script_world as here
-from tests.script_world import add, script, world
-
-__all__ = ["world"]
+from tests.script import functions as here
+from tests.script.functions import add, script
 
 ONES = torch.ones(2)
 

@@ -12,9 +12,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.testing import World
-from tests.script_world import add, mixed, script, world
-
-__all__ = ["world"]
+from tests.script.functions import add, mixed, script
 
 ROOT = Path(__file__).parents[2]
 

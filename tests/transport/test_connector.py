@@ -19,7 +19,7 @@ import gradwire as gw
 from gradwire._transport.addresses import unix_address
 from gradwire.worker import Worker
 from tests.processes import Processes
-from tests.sockets_world import LIMIT, close_world, open_world, together, wait_until
+from tests.worlds import LIMIT, close_world, open_world, together, wait_until
 
 A_WHILE = 0.3
 """Seconds for which something is wrong."""

@@ -17,15 +17,8 @@ from gradwire._transport.faulty import Faults, FaultyTransport
 from gradwire._wire.frames import Parcel
 from gradwire._wire.messages import CALL, FAILURE, RESULT
 from gradwire.testing import World
-from tests.calls_world import (
-    ENOUGH,
-    Boom,
-    boom,
-    in_flight,
-    meanwhile,
-    never,
-    until,
-)
+from tests.rpc.functions import Boom, boom, never
+from tests.worlds import LIMIT, in_flight, meanwhile, wait_until
 
 REQUESTS = frozenset({CALL})
 ANSWERS = frozenset({RESULT, FAILURE})
@@ -134,7 +127,7 @@ def test_a_cut_link_loses_the_worker_behind_it_for_both(
             caught.append(info.value.worker)
 
         with meanwhile(wait_in_vain):
-            until(lambda: in_flight(world[0]) == "2 calls in flight")
+            wait_until(lambda: in_flight(world[0]) == "2 calls in flight")
             with pytest.raises(gw.WorkerLostError, match="'worker0': the link was cut"):
                 world[2].barrier(timeout=0)
         assert caught == ["worker2"]
@@ -247,7 +240,7 @@ def test_without_losses_every_result_is_right(
     seed: int, repeat: float, delay: float, size: int
 ) -> None:
     faults = Faults(repeat=repeat, delay=delay, longest_delay=0.003)
-    with World(size, seed=seed, faults=faults, timeout=ENOUGH) as world:
+    with World(size, seed=seed, faults=faults, timeout=LIMIT) as world:
 
         def ask(me: gw.Worker) -> list[int]:
             futures = [me.rpc_async(i % size, square_at, (i % 3, i)) for i in range(9)]

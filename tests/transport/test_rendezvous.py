@@ -13,7 +13,7 @@ import gradwire as gw
 from gradwire._transport import wait_report
 from gradwire._transport.rendezvous import Place, find_place
 from gradwire.worker import Worker
-from tests.sockets_world import (
+from tests.worlds import (
     LIMIT,
     close_world,
     free_port,

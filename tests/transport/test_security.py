@@ -36,7 +36,7 @@ from gradwire._wire.frames import HEADER, VERSION
 from gradwire._wire.messages import CALL
 from gradwire.options import Options
 from gradwire.worker import Worker
-from tests.sockets_world import LIMIT, close_world, open_world, socket_world, wait_until
+from tests.worlds import LIMIT, close_world, open_world, socket_world, wait_until
 
 KEY = b"sixteen or more bytes of secret"
 WRONG_KEY = b"sixteen or more bytes of guess"

@@ -23,9 +23,9 @@ from gradwire._transport.faulty import Faults
 from gradwire._transport.rendezvous import Place
 from gradwire._wire.messages import RESULT
 from gradwire.worker import Worker
-from tests.sockets_world import (
+from tests.transport.slow_network import Proxy
+from tests.worlds import (
     LIMIT,
-    Proxy,
     close_world,
     free_port,
     join_world,

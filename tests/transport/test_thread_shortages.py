@@ -11,7 +11,7 @@ import gradwire as gw
 from gradwire.testing import World
 from gradwire.threads import Executor
 from gradwire.worker import Worker
-from tests.sockets_world import (
+from tests.worlds import (
     LIMIT,
     close_world,
     open_world,

@@ -30,7 +30,7 @@ from gradwire._wire.pickling import PickleSerializer
 from gradwire._wire.signature_decoder import Decoder, load_safely
 from gradwire._wire.signature_encoder import Encoder, Subject, dump_safely
 from gradwire.errors import NotAllowedError, ProtocolError
-from tests.carrying import (
+from tests.wire.round_trip import (
     LARGE,
     LIMITS,
     PICKLE,

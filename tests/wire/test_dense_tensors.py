@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from gradwire._wire.codec import Manner
 from gradwire._wire.dense_tensors import DTYPE_CODES, INLINE, pack, unpack
 from gradwire.errors import ProtocolError
-from tests.carrying import (
+from tests.wire.round_trip import (
     LARGE,
     PICKLE,
     PLAIN,
     assert_same,
-    carried,
     opened,
     packed,
     random_tensor,
+    round_trip,
     same_memory,
 )
 
@@ -47,8 +47,8 @@ def test_every_dtype_arrives_bit_for_bit(
     dtype: torch.dtype, count: int, manner: Manner
 ) -> None:
     sent = random_tensor(dtype, count)
-    assert_same(carried(sent, manner), sent)  # the short way
-    assert_same(carried([sent], manner)[0], sent)  # the general way
+    assert_same(round_trip(sent, manner), sent)  # the short way
+    assert_same(round_trip([sent], manner)[0], sent)  # the general way
 
 
 def test_the_table_of_dtypes_is_that_of_the_protocol() -> None:
@@ -62,8 +62,8 @@ def test_the_table_of_dtypes_is_that_of_the_protocol() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1, 1), (2, 3, 4), (1,) * 20])
 def test_every_shape_arrives(shape: tuple[int, ...], manner: Manner) -> None:
     sent = random_tensor(torch.float32, *shape)
-    assert_same(carried(sent, manner), sent)
-    assert_same(carried([sent], manner)[0], sent)
+    assert_same(round_trip(sent, manner), sent)
+    assert_same(round_trip([sent], manner)[0], sent)
 
 
 @pytest.mark.parametrize("length", range(INLINE - 1, INLINE + 2))
@@ -81,7 +81,7 @@ def test_only_what_is_longer_than_the_bound_goes_to_the_bulk_area(
 def test_nan_payloads_and_signed_zeros_arrive(manner: Manner) -> None:
     patterns = [0x7FF8_0000_0000_1234, -1, -(1 << 63), 0x7FF0_0000_0000_0001]
     sent = torch.tensor(patterns).view(torch.float64)
-    assert_same(carried(sent, manner), sent)
+    assert_same(round_trip(sent, manner), sent)
 
 
 # Views
@@ -115,10 +115,10 @@ GAPPED_VIEWS = {
 def test_a_view_without_gaps_keeps_its_strides(
     view: torch.Tensor, manner: Manner
 ) -> None:
-    arrived = carried([view], manner)[0]
+    arrived = round_trip([view], manner)[0]
     assert_same(arrived, view)
     assert arrived.stride() == view.stride()
-    assert_same(carried(view, manner), view)
+    assert_same(round_trip(view, manner), view)
 
 
 @pytest.mark.parametrize("view", GAPPED_VIEWS.values(), ids=GAPPED_VIEWS)
@@ -141,7 +141,7 @@ def test_conjugate_and_negative_views_arrive_resolved(
     assert conjugate.is_conj()
     assert negative.is_neg()
     for view in (conjugate, negative, conjugate[0], negative[0]):
-        arrived = carried(view, manner)
+        arrived = round_trip(view, manner)
         assert torch.equal(arrived, view)
         assert not arrived.is_conj()
         assert not arrived.is_neg()
@@ -171,7 +171,7 @@ def test_any_views_of_one_memory_arrive_bit_for_bit(
 ) -> None:
     memory = random_tensor(torch.uint8, 4096)
     sent = data.draw(st.lists(views(memory), min_size=1, max_size=5))
-    for arrived, view in zip(carried(sent, way), sent, strict=True):
+    for arrived, view in zip(round_trip(sent, way), sent, strict=True):
         assert_same(arrived, view)
 
 
@@ -182,7 +182,7 @@ def test_overlapping_slices_stay_as_far_apart_as_they_were(data: st.DataObject) 
     pairs = data.draw(st.lists(st.tuples(cuts, cuts), min_size=2, max_size=6))
     spans = [(min(p), max(p) + 1) for p in pairs]
     sent = [memory[low:high] for low, high in spans]
-    arrived = carried(sent, PICKLE)
+    arrived = round_trip(sent, PICKLE)
     for (i, (low, high)), (j, (start, end)) in _pairs(spans):
         if low < end and start < high:
             distance = arrived[j].data_ptr() - arrived[i].data_ptr()
@@ -203,14 +203,14 @@ def test_requires_grad_is_kept_and_what_arrives_is_a_leaf(
 ) -> None:
     leaf = torch.randn(count, requires_grad=True)
     for sent in (leaf, leaf * 2, leaf.detach(), (leaf * 2)[::2], leaf.expand(2, -1)):
-        assert_same(carried(sent, manner), sent)
-        assert_same(carried([sent], manner)[0], sent)
+        assert_same(round_trip(sent, manner), sent)
+        assert_same(round_trip([sent], manner)[0], sent)
 
 
 def test_requires_grad_is_kept_where_gradients_are_off(manner: Manner) -> None:
     sent = torch.randn(3, requires_grad=True)
     with torch.no_grad():
-        assert_same(carried(sent, manner), sent)
+        assert_same(round_trip(sent, manner), sent)
     parcel = packed([sent], manner)
     with torch.inference_mode():
         arrived = opened(parcel.arrive(1), manner)[0]
@@ -222,14 +222,14 @@ def test_requires_grad_is_kept_where_gradients_are_off(manner: Manner) -> None:
 
 def test_overlapping_tensors_share_one_storage(manner: Manner) -> None:
     memory = torch.arange(100.0)
-    first, second = carried([memory[:60], memory[50:]], manner)
+    first, second = round_trip([memory[:60], memory[50:]], manner)
     second[0] = -1
     assert first[50] == -1
 
 
 def test_rows_that_fill_half_the_span_share_it(manner: Manner) -> None:
     memory = torch.arange(400.0).reshape(4, 100)
-    first, second = carried([memory[0], memory[3]], manner)
+    first, second = round_trip([memory[0], memory[3]], manner)
     assert same_memory(first, second)
     assert second.data_ptr() - first.data_ptr() == 3 * 400
 
@@ -254,7 +254,7 @@ def test_columns_picked_from_a_table_do_not_drag_it_along(manner: Manner) -> Non
 
 def test_a_view_with_gaps_shares_what_it_lies_in(manner: Manner) -> None:
     memory = torch.zeros(10, 10)
-    whole, column, step = carried([memory, memory[:, 3], memory[::2]], manner)
+    whole, column, step = round_trip([memory, memory[:, 3], memory[::2]], manner)
     whole += 1
     assert column.tolist() == [1] * 10
     assert step.tolist() == [[1] * 10] * 5
@@ -263,7 +263,7 @@ def test_a_view_with_gaps_shares_what_it_lies_in(manner: Manner) -> None:
 def test_views_of_other_dtypes_share_the_storage(manner: Manner) -> None:
     memory = torch.arange(64, dtype=torch.uint8)
     sent = [memory[1:], memory.view(torch.int64)[1:], memory.view(torch.complex64)[3:]]
-    arrived = carried(sent, manner)
+    arrived = round_trip(sent, manner)
     for ours, theirs in zip(arrived, sent, strict=True):
         assert_same(ours, theirs)
     arrived[1].zero_()
@@ -273,9 +273,9 @@ def test_views_of_other_dtypes_share_the_storage(manner: Manner) -> None:
 
 def test_the_same_tensor_twice_is_one_object() -> None:
     for sent in (torch.randn(3), torch.randn(LARGE), torch.eye(3).to_sparse()):
-        first, second = carried((sent, sent), PICKLE)
+        first, second = round_trip((sent, sent), PICKLE)
         assert first is second
-        first, (second,) = carried([sent, [sent]], PICKLE)
+        first, (second,) = round_trip([sent, [sent]], PICKLE)
         assert first is second
 
 
@@ -298,7 +298,7 @@ def test_empty_tensors_share_nothing(manner: Manner) -> None:
 def test_arrays_of_one_buffer_may_end_apart(manner: Manner) -> None:
     buffer = numpy.arange(100.0)
     sent = [torch.from_numpy(buffer[:10]), torch.from_numpy(buffer)]
-    first, second = carried(sent, manner)
+    first, second = round_trip(sent, manner)
     assert_same(first, sent[0])
     assert_same(second, sent[1])
     assert same_memory(first, second)

@@ -14,7 +14,15 @@ from gradwire._wire.failures import revive_failure
 from gradwire._wire.frames import Frame, Limits
 from gradwire._wire.messages import FAILURE, Failure
 from gradwire.errors import NotAllowedError, RemoteError, WorkerLostError
-from tests.carrying import LARGE, LIMITS, PICKLE, PLAIN, Codec, assert_same, received
+from tests.wire.round_trip import (
+    LARGE,
+    LIMITS,
+    PICKLE,
+    PLAIN,
+    Codec,
+    assert_same,
+    received,
+)
 
 
 def raised(error: BaseException, manner: Manner = PICKLE) -> Exception:

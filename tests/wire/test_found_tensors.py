@@ -8,7 +8,7 @@ import torch
 from gradwire._wire.codec import Codec, Manner
 from gradwire._wire.frames import Limits
 from gradwire._wire.messages import Call
-from tests.carrying import LIMITS, PICKLE, PLAIN, assert_same
+from tests.wire.round_trip import LIMITS, PICKLE, PLAIN, assert_same
 
 A = torch.arange(6.0).reshape(2, 3)
 X, Y = A.clone().requires_grad_(), (A + 1).requires_grad_()

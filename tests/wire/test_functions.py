@@ -24,7 +24,15 @@ from gradwire._wire.functions import Names, main_fingerprint, resolve
 from gradwire._wire.messages import Call
 from gradwire._wire.pickling import PickleSerializer
 from gradwire.errors import NotAllowedError
-from tests.carrying import LIMITS, PICKLE, PLAIN, Codec, call_of, called, received
+from tests.wire.round_trip import (
+    LIMITS,
+    PICKLE,
+    PLAIN,
+    Codec,
+    call_of,
+    called,
+    received,
+)
 
 SAME_MAIN = Manner(same_main=True)
 

@@ -27,7 +27,7 @@ from gradwire._wire.messages import CALL, GOODBYE, PING, RESULT, Call, Result
 from gradwire._wire.pickling import PickleSerializer
 from gradwire._wire.signature_decoder import Decoder
 from gradwire.errors import NotAllowedError, ProtocolError
-from tests.carrying import Codec
+from tests.wire.round_trip import Codec
 
 STREAMS = 5000  # per seed; 20 seeds make the 100,000
 TABLES = 2000

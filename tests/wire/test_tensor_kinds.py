@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from gradwire._wire import safe_encoding
 from gradwire._wire.codec import Manner
 from gradwire.errors import ProtocolError
-from tests.carrying import (
+from tests.wire.round_trip import (
     LARGE,
     LIMITS,
     PICKLE,
@@ -21,9 +21,9 @@ from tests.carrying import (
     Codec,
     assert_same,
     bits,
-    carried,
     opened,
     packed,
+    round_trip,
 )
 
 pytestmark = pytest.mark.filterwarnings(
@@ -45,7 +45,7 @@ def test_a_coo_tensor_arrives_coalesced_or_not_as_it_was(manner: Manner) -> None
         shape = (3, 3, *values.shape[1:])
         loose = torch.sparse_coo_tensor(indices, values, shape, check_invariants=True)
         for sent in (loose, loose.coalesce(), loose.clone().requires_grad_()):
-            arrived = carried(sent, manner)
+            arrived = round_trip(sent, manner)
             assert arrived.layout is torch.sparse_coo
             assert arrived.shape == sent.shape
             assert arrived.is_coalesced() == sent.is_coalesced()
@@ -56,7 +56,7 @@ def test_a_coo_tensor_arrives_coalesced_or_not_as_it_was(manner: Manner) -> None
 
 def test_an_empty_coo_tensor_arrives(manner: Manner) -> None:
     sent = torch.sparse_coo_tensor(size=(2, 0, 3), check_invariants=True)
-    arrived = carried(sent, manner)
+    arrived = round_trip(sent, manner)
     assert arrived.is_sparse
     assert arrived.shape == (2, 0, 3)
 
@@ -73,7 +73,7 @@ COMPRESSED = {
 def test_a_compressed_sparse_tensor_arrives(name: str, manner: Manner) -> None:
     for dense in (torch.eye(4), torch.zeros(4, 4), torch.eye(200).double() * 3):
         sent = COMPRESSED[name](dense)
-        arrived = carried(sent, manner)
+        arrived = round_trip(sent, manner)
         assert arrived.layout is sent.layout
         assert arrived.dtype is sent.dtype
         assert torch.equal(arrived.to_dense(), dense)
@@ -84,7 +84,7 @@ def test_a_quantized_tensor_keeps_its_integers_and_its_scale(manner: Manner) -> 
     number = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     for dtype in (torch.qint8, torch.quint8, torch.qint32):
         sent = torch.quantize_per_tensor(number, 0.1, 3, dtype)
-        arrived = carried([sent, sent], manner)[1]
+        arrived = round_trip([sent, sent], manner)[1]
         assert (arrived.q_scale(), arrived.q_zero_point()) == (0.1, 3)
         assert arrived.stride() == sent.stride()
         assert_same(arrived.int_repr(), sent.int_repr())
@@ -96,7 +96,7 @@ def test_a_tensor_quantized_per_channel_arrives(
 ) -> None:
     scales, zeros = torch.rand(3) + 0.1, torch.tensor([1, 2, 3], dtype=zero_type)
     sent = torch.quantize_per_channel(torch.randn(2, 3), scales, zeros, 1, torch.quint8)
-    arrived = carried([sent, sent], manner)[1]
+    arrived = round_trip([sent, sent], manner)[1]
     assert arrived.qscheme() is sent.qscheme()
     assert arrived.q_per_channel_axis() == 1
     assert_same(arrived.int_repr(), sent.int_repr())
@@ -106,7 +106,7 @@ def test_a_tensor_quantized_per_channel_arrives(
 
 def test_a_meta_tensor_arrives_without_memory(manner: Manner) -> None:
     sent = torch.empty(1 << 40, 3, device="meta", dtype=torch.bfloat16).T
-    arrived = carried(sent.requires_grad_(), manner)
+    arrived = round_trip(sent.requires_grad_(), manner)
     assert arrived.is_meta
     assert arrived.requires_grad
     assert (arrived.shape, arrived.stride()) == (sent.shape, sent.stride())
@@ -117,7 +117,7 @@ def test_a_meta_tensor_arrives_without_memory(manner: Manner) -> None:
 def test_a_nested_tensor_arrives(rows: int, manner: Manner) -> None:
     members = [torch.randn(rows, 2), torch.randn(1, 2)]
     sent = torch.nested.nested_tensor(members, requires_grad=True)
-    for arrived in carried([sent, sent], manner):
+    for arrived in round_trip([sent, sent], manner):
         assert arrived.is_nested
         assert arrived.requires_grad
         for ours, theirs in zip(arrived.unbind(), members, strict=True):
@@ -127,7 +127,7 @@ def test_a_nested_tensor_arrives(rows: int, manner: Manner) -> None:
 def test_a_jagged_tensor_arrives() -> None:
     members = [torch.randn(2), torch.randn(3)]
     sent = torch.nested.nested_tensor(members, layout=torch.jagged)
-    arrived = carried(sent, PICKLE)
+    arrived = round_trip(sent, PICKLE)
     assert arrived.layout is torch.jagged
     assert [bits(m) for m in arrived.unbind()] == [bits(m) for m in members]
 
@@ -208,7 +208,7 @@ def test_a_parameter_arrives_with_its_attributes(count: int) -> None:
     sent.note = "mine"  # type: ignore[attr-defined]
     frozen = torch.nn.Parameter(torch.randn(count), requires_grad=False)
     for arrived, ours in zip(
-        carried((sent, frozen), PICKLE), (sent, frozen), strict=True
+        round_trip((sent, frozen), PICKLE), (sent, frozen), strict=True
     ):
         assert type(arrived) is torch.nn.Parameter
         assert arrived.requires_grad == ours.requires_grad
@@ -218,14 +218,14 @@ def test_a_parameter_arrives_with_its_attributes(count: int) -> None:
 
 def test_a_parameter_is_a_tensor_in_the_plain_encoding() -> None:
     sent = torch.nn.Parameter(torch.randn(3))
-    assert_same(carried(sent, PLAIN), sent.detach().requires_grad_())
+    assert_same(round_trip(sent, PLAIN), sent.detach().requires_grad_())
 
 
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_subclass_arrives_with_its_attributes(grad: bool) -> None:
     sent = torch.randn(3).as_subclass(Labelled).requires_grad_(grad)
     sent.label = "a"
-    arrived = carried(sent, PICKLE)
+    arrived = round_trip(sent, PICKLE)
     assert type(arrived) is Labelled
     assert arrived.named() == "this is a"
     assert arrived.requires_grad is grad
@@ -244,7 +244,7 @@ def test_a_wrapper_arrives_around_its_tensor() -> None:
 
 
 def test_a_subclass_that_pickles_itself_is_asked() -> None:
-    arrived = carried(torch.zeros(3).as_subclass(SelfMade), PICKLE)
+    arrived = round_trip(torch.zeros(3).as_subclass(SelfMade), PICKLE)
     assert type(arrived) is SelfMade
     assert arrived.tolist() == [1, 1, 1]
 
@@ -268,7 +268,7 @@ def test_a_module_arrives_with_its_parameters_out_of_band() -> None:
 def test_tied_parameters_stay_tied() -> None:
     first, second = torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)
     second.weight = first.weight
-    arrived = carried([first, second], PICKLE)
+    arrived = round_trip([first, second], PICKLE)
     assert arrived[0].weight is arrived[1].weight
 
 
@@ -289,7 +289,7 @@ def test_tied_parameters_stay_tied() -> None:
 )
 def test_a_default_device_changes_nothing(sent: Any, manner: Manner) -> None:
     with torch.device("meta"):
-        arrived = carried(sent, manner)
+        arrived = round_trip(sent, manner)
     first, ours = (v[0] if type(v) is list else v for v in (arrived, sent))
     assert first.device == torch.device("cpu")
     assert torch.equal(first.to_dense(), ours.to_dense())

@@ -15,7 +15,7 @@ from gradwire._wire.frames import Frame, Limits
 from gradwire._wire.messages import CALL, RESULT, TensorMessage
 from gradwire._wire.signature_encoder import TENSOR_MESSAGE
 from gradwire.errors import ProtocolError
-from tests.carrying import LIMITS, PICKLE, PLAIN, Codec, assert_same
+from tests.wire.round_trip import LIMITS, PICKLE, PLAIN, Codec, assert_same
 
 KIND = 20
 
@@ -149,10 +149,10 @@ def test_two_that_are_one_travel_once_if_they_are_large() -> None:
 
 
 def test_the_ones_that_look_alike_are_told_apart() -> None:
-    carrying = codec()
+    sender = codec()
     for tensor in (COMPLEX, COMPLEX.conj(), COMPLEX, COMPLEX.conj()):
-        parcel = carrying.message(Word((), (tensor,)), PICKLE)
-        (found,) = carrying.open(parcel.arrive(1)).tensors
+        parcel = sender.message(Word((), (tensor,)), PICKLE)
+        (found,) = sender.open(parcel.arrive(1)).tensors
         assert_same(found, tensor.resolve_conj())
 
 

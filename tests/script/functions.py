@@ -1,20 +1,16 @@
-"""What the tests of scripts share: scripted functions to call, and a world with scripting on.
+"""Scripted functions to call.
 
 The functions stand here under their own names, so that other workers find them; those that make
 calls are scripted by the tests, while scripting is on.
 """
 
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
 import gradwire as gw
-from gradwire.testing import World
 
 
 def script(value: Any) -> Any:
@@ -23,23 +19,6 @@ def script(value: Any) -> Any:
         warnings.simplefilter("ignore", DeprecationWarning)
         warnings.simplefilter("ignore", FutureWarning)  # which it is from torch 2.15
         return torch.jit.script(value)
-
-
-@contextmanager
-def scripting_world(size: int = 2) -> Iterator[World]:
-    """A world, seen as its first worker."""
-    gw.script.enable()
-    try:
-        with World(size) as world, world.as_worker(0):
-            yield world
-    finally:
-        gw.script.disable()
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    with scripting_world() as made:
-        yield made
 
 
 class Pair(NamedTuple):

@@ -1,4 +1,4 @@
-"""Sending without a network: a value as a parcel, and as the frame that would arrive."""
+"""Messages to parcels and back, without a network: what is sent, and what would arrive."""
 
 from typing import Any
 
@@ -58,7 +58,7 @@ def opened(frame: Frame, manner: Manner = PICKLE) -> Any:
     return Codec(LIMITS, plain_only=manner.plain).open(frame).value
 
 
-def carried(value: Any, manner: Manner) -> Any:
+def round_trip(value: Any, manner: Manner) -> Any:
     """What arrives when `value` is sent."""
     return opened(packed(value, manner).arrive(1), manner)
 

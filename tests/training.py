@@ -1,14 +1,12 @@
 """A model on three workers, and the same one in one process."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import gradwire as gw
-from gradwire.testing import World
 
 SIZES = (6, 8, 8, 4)
 
@@ -66,10 +64,3 @@ def assert_same(model: nn.Module, local: nn.Module) -> None:
     assert list(there) == list(here)
     for name, value in here.items():
         torch.testing.assert_close(there[name], value, rtol=1e-11, atol=1e-13)
-
-
-@contextmanager
-def three_workers(**options: Any) -> Iterator[World]:
-    """A world of three, in which this thread is worker0."""
-    with World(3, **options) as world, world.as_worker(0):
-        yield world

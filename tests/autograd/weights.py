@@ -1,4 +1,4 @@
-"""Worlds for tests of autograd through real calls, and what the workers do there: they weigh.
+"""Autograd through real calls: what workers compute with, the ways to call, and what comes of it.
 
 The workers live in this process, so a test can see what each of them has. What they compute with
 is in `weights`; a call can only get there by its name. Every gradient is compared with that of the
@@ -18,8 +18,8 @@ import gradwire as gw
 from gradwire._autograd.contexts import Context
 from gradwire.api import current_worker
 from gradwire.testing import World
-from tests.autograd_world import doubles
-from tests.calls_world import until
+from tests.autograd.functions import doubles
+from tests.worlds import wait_until, wait_until_no_contexts
 
 close = torch.testing.assert_close
 
@@ -28,28 +28,23 @@ weights: dict[str, Tensor] = {}
 
 
 @contextmanager
-def world_of(size: int, **options: Any) -> Iterator[World]:
+def world_with_weights(size: int, **options: Any) -> Iterator[World]:
     """A world in which this thread is worker 0, with new weights; no context of it may stay."""
     weights.clear()
     weights.update({f"worker{i}": doubles(3) for i in range(4)})
     with World(size, **options) as world, world.as_worker(0):
         yield world
-        see_nothing_left(world)
+        wait_until_no_contexts(world.workers)
 
 
-def see_nothing_left(world: World) -> None:
-    infos = [w.autograd.debug_info for w in world.workers if not w.is_closed]
-    until(lambda: not any(count for info in infos for count in info().values()))
-
-
-def see_gradients(
+def check_gradients(
     world: World, ctx: int, local: Tensor, leaves: Sequence[Sequence[Tensor]]
 ) -> None:
-    """As `see_gradients_of`, for all workers of a world."""
-    see_gradients_of(world.workers, ctx, local, leaves)
+    """As `check_gradients_of`, for all workers of a world."""
+    check_gradients_of(world.workers, ctx, local, leaves)
 
 
-def see_gradients_of(
+def check_gradients_of(
     workers: Sequence[gw.Worker],
     ctx: int,
     local: Tensor,
@@ -82,13 +77,13 @@ def recorded(world: World, ctx: int) -> list[tuple[int, int]]:
     return [(len(c.sends), len(c.recvs)) for c in known(world, ctx)]
 
 
-def weigh(x: Tensor) -> Tensor:
+def apply_weight(x: Tensor) -> Tensor:
     """Something of what came and what this worker has."""
     return torch.sin(x) * weights[current_worker().name]
 
 
-def weighed(x: Tensor, worker: int) -> Tensor:
-    """What `weigh` makes of it there, computed here."""
+def applied_locally(x: Tensor, worker: int) -> Tensor:
+    """What `apply_weight` makes of it there, computed here."""
     return torch.sin(x) * weights[f"worker{worker}"]
 
 
@@ -113,7 +108,7 @@ def by_remote(to: str, func: Any, args: Any) -> Any:
 
 def by_confirmed_remote(to: str, func: Any, args: Any) -> Any:
     rref = gw.remote(to, func, args)
-    until(rref.confirmed_by_owner)
+    wait_until(rref.confirmed_by_owner)
     return rref.to_here()
 
 
@@ -134,18 +129,18 @@ two_ways = pytest.mark.parametrize("call", [by_sync, by_remote])
 Way = Callable[[str, Any, Any], Any]
 
 
-def call_on(x: Tensor, path: list[str]) -> Tensor:
+def apply_along(x: Tensor, path: list[str]) -> Tensor:
     """Weigh here, then on a path of other workers, and here again with what was there before."""
-    h = weigh(x)
+    h = apply_weight(x)
     if path:
-        h = h + gw.rpc_sync(path[0], call_on, (h, path[1:]))
-    return weigh(h) * x
+        h = h + gw.rpc_sync(path[0], apply_along, (h, path[1:]))
+    return apply_weight(h) * x
 
 
-def called_on(x: Tensor, path: list[str]) -> Tensor:
+def applied_along_locally(x: Tensor, path: list[str]) -> Tensor:
     h = torch.sin(x) * weights[path[0]]
     if len(path) > 1:
-        h = h + called_on(h, path[1:])
+        h = h + applied_along_locally(h, path[1:])
     return torch.sin(h) * weights[path[0]] * x
 
 
