@@ -39,7 +39,7 @@ from gradwire.worker import Worker, open_worker
 
 T = TypeVar("T")
 
-LIMIT = 20.0
+LIMIT = 60.0
 """Seconds after which what a test waits for will not come any more."""
 
 
