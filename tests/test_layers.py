@@ -46,7 +46,12 @@ ENTRIES = {ROOT, f"{ROOT}.__main__"}
 # Module: why no public name does.
 PRIVATE_TORCH: dict[str, str] = {
     "gradwire.uncompiled": "the compiler's switch for code, without loading the compiler",
+    "gradwire._autograd.device_queues": "the device of what a node made",
     "gradwire._autograd.engine": "the engine without 10 µs of checks; is the profiler on",
+    "gradwire._autograd.hooks": "the hooks of a tensor",
+    "gradwire._autograd.node_order": "which node the engine runs next",
+    "gradwire._autograd.nodes": "applying a Function without what transforms need",
+    "gradwire._rpc.futures": "errors that are raised as they are at each look",
     "gradwire._script.compiler": "compiles TorchScript that was written as text",
     "gradwire._script.hooks": "the compiler's own names for what it parses, infers and loads",
     "gradwire._script.pickling": "lists and dicts that scripts share by reference",
@@ -57,11 +62,14 @@ PRIVATE_TORCH: dict[str, str] = {
     "gradwire._script.targets": "scripted functions, by name",
     "gradwire._script.types": "types of TorchScript as annotations",
     "gradwire.compat.installing": "the compiler has imported RRef by now",
+    "gradwire.compat.rpc.profiling": "when a call counts as ended; events of other workers",
     "gradwire.compat.rpc.scripts": "which functions are operators, under which names",
     "gradwire.compat.rpc.starting": "what init_rpc does in a world without a size",
     "gradwire._wire.tensor_kinds": "quantized tensors from their stored integers",
     "gradwire._autograd.torch_modes": "is there a mode, a transform or a tracer",
 }
+
+PRIVATE_PYTHON = {"_DummyThread", "_exit", "_getframe", "_initializing"}
 
 SOURCE = Path(__file__).parents[1] / "src" / ROOT
 
@@ -136,6 +144,44 @@ def private_torch_names(code: ast.AST) -> Iterator[str]:
     return filter(is_private_torch, names)
 
 
+def foreign_private_names(code: ast.AST) -> Iterator[str]:
+    """Private names that are asked of some object, and that no code of ours gives to one.
+
+    `super(Class, ...)` steps past what a class of torch does: that counts, too.
+    """
+    asked = {"getattr", "setattr", "hasattr", "delattr"}
+    for node in ast.walk(code):
+        name = node.attr if isinstance(node, ast.Attribute) else ""
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            arguments = [ast.unparse(argument) for argument in node.args[:2]]
+            if node.func.id == "super" and len(arguments) == 2:
+                yield f"super({arguments[0]})"
+            elif node.func.id in asked and len(arguments) == 2:
+                name = arguments[1].strip("'\"")
+        if name.startswith("_") and not name.startswith("__"):
+            yield name
+
+
+def own_names(code: ast.AST) -> Iterator[str]:
+    """The names that this code defines or stores."""
+    for node in ast.walk(code):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            if dotted(node.value) in ("self", "cls"):
+                yield node.attr
+        elif isinstance(node, ast.Assign) and "__slots__" in map(dotted, node.targets):
+            constants = filter(lambda n: isinstance(n, ast.Constant), ast.walk(node))
+            yield from (str(constant.value) for constant in constants)
+
+
+@cache
+def all_own_names() -> frozenset[str]:
+    return frozenset(name for module in sources() for name in own_names(tree(module)))
+
+
 def dotted(node: ast.AST) -> str:
     """`a.b.c` for such an expression, and nothing for any other."""
     if isinstance(node, ast.Name):
@@ -150,6 +196,11 @@ def is_private_torch(name: str) -> bool:
     return head == "torch" and any(
         part.startswith("_") and not part.startswith("__") for part in rest
     )
+
+
+def others(module: str) -> set[str]:
+    """Private names that must be torch's: neither ours nor Python's."""
+    return {*foreign_private_names(tree(module))} - all_own_names() - PRIVATE_PYTHON
 
 
 def functions(code: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
@@ -259,6 +310,14 @@ def test_other_names_are_not_taken_for_private_torch(line: str) -> None:
     assert not list(private_torch_names(ast.parse(line)))
 
 
+@pytest.mark.parametrize(
+    "line",
+    ["node._number()", "getattr(x, '_number', None)", "super(Function, made).apply"],
+)
+def test_a_private_name_of_others_is_found(line: str) -> None:
+    assert list(foreign_private_names(ast.parse(line)))
+
+
 # The tree
 
 
@@ -288,7 +347,7 @@ def test_private_torch_names_stand_only_where_listed() -> None:
     found = {
         module: names
         for module in sources()
-        if (names := sorted(set(private_torch_names(tree(module)))))
+        if (names := sorted({*private_torch_names(tree(module)), *others(module)}))
     }
     unlisted = {m: names for m, names in found.items() if m not in PRIVATE_TORCH}
     assert unlisted == {}

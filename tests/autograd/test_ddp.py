@@ -281,10 +281,29 @@ def test_nothing_is_looked_for_without_a_process_group(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dist, "is_initialized", lambda: False)
-    monkeypatch.setattr(ddp, "_look", lambda: pytest.fail("searched"))
+    monkeypatch.setattr(ddp, "_watchers", 0)
+    monkeypatch.setattr(ddp.gc, "get_objects", lambda: pytest.fail("searched"))
     parameter = nn.Parameter(torch.ones(3))
     edge = torch.autograd.graph.get_gradient_edge(parameter)
+    ddp.watch()
     assert ddp.replicated([edge.node]) == []
+    ddp.unwatch()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_module_that_is_older_than_the_first_worker_is_found() -> None:
+    parallel = DistributedDataParallel(nn.Linear(3, 2))
+    edge = torch.autograd.graph.get_gradient_edge(parallel.module.bias)
+    assert len(ddp.replicated([edge.node])) == 0
+    with autograds(1):
+        assert len(ddp.replicated([edge.node])) == 1
+
+
+def test_the_last_worker_leaves_nothing_in_torch() -> None:
+    left = nn.modules.module._global_module_registration_hooks
+    with autograds(1), autograds(2):
+        assert len(left) == 1
+    assert not left
 
 
 # Several replicas, each in its own process

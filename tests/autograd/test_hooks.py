@@ -5,12 +5,13 @@ Each program is run twice: locally, where torch fills `.grad`, and over workers.
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 import gradwire as gw
 from gradwire._autograd import hooks
@@ -24,13 +25,10 @@ Hook = Callable[[Tensor, list[str]], object]
 
 
 @pytest.fixture(autouse=True)
-def no_hooks_so_far() -> Iterator[None]:
-    """As in a program that has put none on any node yet."""
-    were = bool(hooks.on_nodes)
-    hooks.on_nodes.clear()
-    yield
-    if were:
-        hooks.on_nodes[:] = [True]
+def no_hooks_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a program that has put none on anything yet."""
+    made = RemovableHandle.next_id
+    monkeypatch.setattr(hooks, "_not_on_nodes", [made])
 
 
 def accumulator(leaf: Tensor) -> Any:
@@ -277,9 +275,9 @@ def test_it_is_noted_when_a_node_gets_its_first_hook(put: Hook) -> None:
     node = accumulator(leaf)
     assert not hooks.before(node)
     assert not hooks.after(node)
-    assert not hooks.on_nodes
+    assert not hooks.were_made()
     kept = put(leaf, [])
-    assert hooks.on_nodes
+    assert hooks.were_made()
     assert hooks.before(node) or hooks.after(node)
     del kept
 
@@ -291,7 +289,7 @@ node = x.view_as(x).grad_fn.next_functions[0][0]
 {put}
 import gradwire
 from gradwire._autograd import hooks
-print(len(hooks.after(node)), bool(hooks.on_nodes))
+print(len(hooks.after(node)), hooks.were_made())
 """
 
 

@@ -5,8 +5,9 @@ where such parameters take part, the engine must really accumulate: for the time
 is what the context has, and goes back to it; then what was there is put back. A reducer waits for
 all parameters of its module, which several runs of a pass may reach, and then sets all of them.
 
-There is no list of such modules, and none is made unless there is a process group. When there is
-one, they are looked for among all objects, once; later ones are seen when they are made.
+There is no list of such modules. While there are workers, they are seen when they are made. Those
+that are older are looked for among all objects when the first worker begins, if there is a process
+group then: without one there can be none.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Keep = Callable[[Tensor, Tensor], None]
 _PATIENCE = 60.0  # seconds that a pass waits for another
 _NAP = 0.05  # seconds between looks at whether the pass is over
 _lock = threading.Lock()
-_is_looking = False
+_watchers = 0
+_handle: Any = None
 
 
 class Replica:
@@ -51,11 +53,14 @@ _replicas: WeakKeyDictionary[DistributedDataParallel, Replica] = WeakKeyDictiona
 
 def known() -> list[Replica]:
     """All replicated modules."""
-    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+    if not _is_group():
         return []
     with _lock:
-        _look()
         return list(_replicas.values())
+
+
+def _is_group() -> bool:
+    return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_joint(leaf: Any) -> bool:
@@ -72,21 +77,37 @@ def replicated(nodes: Iterable[Any]) -> list[Replica]:
     return [r for r in replicas if not leaves.isdisjoint(r.parameters)]
 
 
-def _look() -> None:
-    global _is_looking
-    if _is_looking:
-        return
-    _is_looking = True
-    register_module_module_registration_hook(_gets_part)
-    for thing in gc.get_objects():
-        if issubclass(type(thing), DistributedDataParallel):
-            _replicas[thing] = Replica(thing)
+def watch() -> None:
+    """Note such modules from now on, and find those that there are. Ends with `unwatch`."""
+    global _watchers, _handle
+    with _lock:
+        _watchers += 1
+        if _watchers > 1:
+            return
+        _handle = register_module_module_registration_hook(_gets_part)
+        hooks.leave_out(_handle)
+        if not _is_group():  # nor can there be any
+            return
+        for thing in gc.get_objects():
+            if issubclass(type(thing), DistributedDataParallel):
+                _replicas[thing] = Replica(thing)
+
+
+def unwatch() -> None:
+    """The last of those who watch leaves nothing behind in torch."""
+    global _watchers
+    with _lock:
+        _watchers -= 1
+        if not _watchers:
+            _handle.remove()
 
 
 def _gets_part(module: Module, name: str, part: Module) -> None:
     """One that is replicated gets its part when it is made."""
     if isinstance(module, DistributedDataParallel):
-        _replicas[module] = Replica(part)
+        replica = Replica(part)
+        with _lock:
+            _replicas[module] = replica
 
 
 @contextmanager

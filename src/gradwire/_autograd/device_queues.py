@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .node_order import set_number
 from .nodes import LEAF_NODE, RECV_NODE, Send
 
 _CPU = torch.device("cpu")
@@ -88,7 +89,7 @@ def _hop(device: torch.device, below: list[Tensor]) -> Tensor:
     with torch.enable_grad():
         made: Tensor = _apply(device, *below)
     node: Any = made.grad_fn
-    node._set_sequence_nr(0)  # no other node has that: see `Send.enter_late`
+    set_number(node, 0)  # no other node has that: see `Send.enter_late`
     return made
 
 

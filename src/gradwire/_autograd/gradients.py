@@ -77,7 +77,7 @@ def keep(
 def are_plain(leaves: Iterable[Leaf]) -> bool:
     """Whether these have no hooks, nor a layout that a gradient would have to be given."""
     for tensor, before, after in leaves:
-        if before or after or tensor._backward_hooks:
+        if before or after or hooks.of_tensor(tensor):
             return False
         if tensor.layout is not torch.strided or not tensor.is_contiguous():
             return False
@@ -155,7 +155,5 @@ def _add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
 def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
     """Do as an ordinary backward does."""
     _add_to_grad(leaf, gradient)
-    for hook in list(
-        (getattr(leaf, "_post_accumulate_grad_hooks", None) or {}).values()
-    ):
+    for hook in hooks.of_grad(leaf):
         hook(leaf)

@@ -9,9 +9,7 @@ Within a segment with several sources the engine runs sends whose gradients have
 they wait (`engine.py`). It must enter them only when nothing else is ready, the newest first. The
 engine takes the ready node with the highest sequence number, so sends are numbered by their order
 of creation from 1 (`Send.enter_late`), and here every other node with so low a number is lifted out
-of the way. That relies on `Node._sequence_nr` and `_set_sequence_nr`, which have been there since
-torch 2.3 but are not documented; without them, waiting sends could be entered too early and passes
-with residual paths could wait for each other for ever.
+of the way (`node_order.py`).
 """
 
 from __future__ import annotations
@@ -20,6 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from . import node_order
 from .nodes import LEAF_NODE, RECV_NODE, SEND_NODE, Send
 
 SMALL = 200
@@ -245,9 +244,9 @@ def _lift(
     latest = max(send.place for send in sends)
     for node, source in owner.items():
         if groups[source] in waiting and node not in own:
-            number = node._sequence_nr()
-            if number <= latest:
-                node._set_sequence_nr(number + _LIFT)
+            place = node_order.number(node)
+            if place <= latest:
+                node_order.set_number(node, place + _LIFT)
 
 
 def _reach(segments: dict[int, Segment], groups: list[int], found: Walk) -> None:
@@ -290,11 +289,11 @@ def _note_last(
     numbers: dict[int, list[int]] = {group: [] for group in groups}
     for node, source in owner.items():
         if type(node) not in crossings:
-            numbers[groups[source]].append(node._sequence_nr())
+            numbers[groups[source]].append(node_order.number(node))
     first = {group: min(found, default=_LIFT) for group, found in numbers.items()}
     for group, lowest in first.items():
         for node in segments[group].recvs:
-            if node._sequence_nr() < lowest:
+            if node_order.number(node) < lowest:
                 segments[group].last[node.crossing.id] = node
 
 

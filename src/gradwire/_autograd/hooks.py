@@ -3,10 +3,11 @@
 torch calls them where it runs a node. A pass does not run the nodes behind leaves, so their hooks
 are called by `gradients.py`; and it cuts sends and recvs short, unless they have hooks.
 
-Few programs put hooks on nodes at all, and to ask a node for its hooks takes long. So it is noted
-if any node gets one, ever: torch calls `Function._register_hook` for each, which is replaced here
-by one that takes note. It is not documented. If torch no longer calls it, or if there were hooks
-before this file was loaded, all nodes count as having some (`_note_all`), and each is asked.
+Few programs put hooks on nodes, and to ask a node for its hooks takes long (5 µs). So it is asked
+only if a hook of any kind was ever made in this process: torch numbers the handles of all.
+
+Private torch names used here: `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`, the only
+places where the hooks of a tensor stand. Without them those of leaves would not be called.
 """
 
 from __future__ import annotations
@@ -15,8 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd import Function
-from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 Hooks = Sequence[Callable[..., Any]]
@@ -25,18 +24,27 @@ Gradients = tuple[torch.Tensor | None, ...]
 on_crossings: list[bool] = []
 """Not empty: some send or recv got hooks, ever."""
 
-on_nodes: list[bool] = []
-"""Not empty: some node may have got hooks, ever."""
+_not_on_nodes = [0]  # handles that were made for what is no node
+
+
+def were_made() -> bool:
+    """Whether nodes may have hooks."""
+    return RemovableHandle.next_id > _not_on_nodes[0]
+
+
+def leave_out(_: RemovableHandle) -> None:
+    """A handle of ours is not for a node."""
+    _not_on_nodes[0] += 1
 
 
 def before(node: Any) -> Hooks:
     """Those that are called before a node is run."""
-    return _known_to(node.register_prehook) if on_nodes else ()
+    return _known_to(node.register_prehook) if were_made() else ()
 
 
 def after(node: Any) -> Hooks:
     """Those that are called when a node was run."""
-    return _known_to(node.register_hook) if on_nodes else ()
+    return _known_to(node.register_hook) if were_made() else ()
 
 
 def called(node: Any, gradients: Gradients, given: Any) -> Gradients:
@@ -53,12 +61,18 @@ def called(node: Any, gradients: Gradients, given: Any) -> Gradients:
 def has_any(node: Any) -> bool:
     """Whether a leaf, of which this is the node, has hooks: they want its whole gradient."""
     leaf = node.variable
-    return bool(
-        leaf._backward_hooks
-        or getattr(leaf, "_post_accumulate_grad_hooks", None)
-        or before(node)
-        or after(node)
-    )
+    return bool(of_tensor(leaf) or of_grad(leaf) or before(node) or after(node))
+
+
+def of_tensor(tensor: torch.Tensor) -> Any:
+    """The hooks that get the gradient of a tensor; nothing if there are none."""
+    return tensor._backward_hooks
+
+
+def of_grad(leaf: torch.Tensor) -> Hooks:
+    """The hooks that are called when `.grad` of a leaf was filled."""
+    found = getattr(leaf, "_post_accumulate_grad_hooks", None)
+    return list(found.values()) if found else ()
 
 
 def _known_to(register: Callable[..., Any]) -> Hooks:
@@ -71,33 +85,6 @@ def _known_to(register: Callable[..., Any]) -> Hooks:
 
 def _nothing(*_: object) -> None:
     pass
-
-
-def _note_all() -> None:
-    """Have it noted when any node gets a hook."""
-    were_some = RemovableHandle.next_id > 0  # of any kind
-    function: Any = Function
-    register = getattr(function, "_register_hook", None)
-
-    def noting(known: Any, hook: Callable[..., Any]) -> Any:
-        if hook is not _nothing:
-            on_nodes[:] = [True]
-        return register(known, hook)  # type: ignore[misc]
-
-    if register is not None:
-        function._register_hook = staticmethod(noting)
-    node: Any = get_gradient_edge(torch.zeros((), requires_grad=True)).node
-    are_noted = _is_noted(node.register_prehook) and _is_noted(node.register_hook)
-    on_nodes[:] = [] if are_noted and not were_some else [True]
-
-
-def _is_noted(register: Callable[..., Any]) -> bool:
-    on_nodes.clear()
-    register(lambda *_: None)
-    return bool(on_nodes)
-
-
-_note_all()
 
 
 def note(kind: Any) -> None:

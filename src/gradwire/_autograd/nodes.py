@@ -31,6 +31,7 @@ from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
 from . import hooks
+from .node_order import set_number
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -234,7 +235,7 @@ class PartialSend(Send):
 
 def _set_place(output: Tensor, place: int) -> None:
     node: Any = output.grad_fn
-    node._set_sequence_nr(place)
+    set_number(node, place)
 
 
 def _are_passed_on(tensors: Sequence[Tensor]) -> bool:

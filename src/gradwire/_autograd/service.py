@@ -22,7 +22,7 @@ from ..errors import BackwardTimeout
 from ..ids import WorkerInfo
 from ..options import check_timeout
 from ..threads import Executor
-from . import anomaly
+from . import anomaly, ddp
 from .arguments import (
     are_usual,
     as_flag,
@@ -116,6 +116,8 @@ class Autograd:
         calls.handle(RELEASE, Release, self._on_release)
         calls.handle(CLAIM, Claim, self._on_claim)
         self._unsubscribe = calls.gone.subscribe(self._worker_gone)
+        ddp.watch()
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<Autograd of worker {self.me}: {self.debug_info()}>"
@@ -384,7 +386,10 @@ class Autograd:
             self.executor.submit(partial(self.releases.claim, began, numbers, end))
 
     def close(self) -> None:
-        """End all contexts here; nobody is told."""
+        """End all contexts here; nobody is told. Twice is fine."""
+        if not self._is_closed:
+            self._is_closed = True
+            ddp.unwatch()
         self._unsubscribe()
         for context in self.contexts:
             self.contexts.remove(context.id)

@@ -87,7 +87,7 @@ class Strand(Reach):
         for tensor, end in zip(self._passed_on, self._ends, strict=False):
             if tensor.grad_fn is not end.node:
                 return False  # changed in place since: its hooks are those of what it is now
-            if tensor._backward_hooks or tensor.retains_grad:
+            if hooks.of_tensor(tensor) or tensor.retains_grad:
                 return False
         return bool(self._passed_on)
 
@@ -125,7 +125,7 @@ class BareStrand:
 
     def look_ahead(self) -> Ahead:
         """What can be seen to before the gradients come, for `keep`."""
-        if hooks.on_nodes:
+        if hooks.were_made():
             leaves = look_at([node for node, _ in self._send.edges])
         else:
             leaves = [Leaf(leaf, (), ()) for leaf in self._leaves]
@@ -149,7 +149,7 @@ class BareStrand:
         leaves, plain = ahead.get(self.crossing.id) or self.look_ahead()
         if plain and not flags & ACCUMULATE:
             keep_fresh(context, plain, gradients)
-        elif not [leaf for leaf in leaves if leaf.tensor._backward_hooks]:
+        elif not [leaf for leaf in leaves if hooks.of_tensor(leaf.tensor)]:
             keep(context, leaves, gradients, flags)
         else:
             return Strand(self._send, [node for node, _ in self._send.edges], ())

@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor
 
-from . import anomaly, engine
+from . import anomaly, engine, hooks
 from .actions import Piece, Plan, Slot
 from .actions import Run as PieceRun
 from .contexts import Context, add
@@ -180,7 +180,7 @@ class Work:
             len(segment.leaves) < len(nodes)
             or self._start.wanted
             or self._flags & QUIET
-            or any(node.variable._backward_hooks for node in nodes)
+            or any(hooks.of_tensor(node.variable) for node in nodes)
             or replicated(nodes)
         ):
             return False

@@ -1,4 +1,4 @@
-"""Sending a leaf while another thread computes with it (`upstream/leaf_lock.py` has the reason)."""
+"""Sending a leaf while another thread computes with it (why: `tests/upstream/leaf_lock.py`)."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ SENDS = {
     "by itself": "Send(Crossing(1, 1, 1, 1), (leaf,)).output",
     "twice": "Send(Crossing(1, 1, 1, 2), (leaf, leaf)).output",
 }
-UPSTREAM = Path(__file__).parent / "upstream" / "leaf_lock.py"
+UPSTREAM = Path(__file__).parents[1] / "upstream" / "leaf_lock.py"
 LIMIT = 50.0
 
 
