@@ -199,7 +199,7 @@ def test_a_context_released_while_its_call_runs() -> None:
 
 
 class EndsContexts:
-    """Takes wait_until there is no context any more to be pickled."""
+    """Takes until there is no context any more to be pickled."""
 
     def __reduce__(self) -> Any:
         contexts = current_worker().autograd.contexts

@@ -42,6 +42,7 @@ from tests.rref.values import (
 from tests.worlds import (
     CONTROL,
     LIMIT,
+    SOON,
     PostedWorld,
     meanwhile,
     tables,
@@ -595,7 +596,7 @@ def test_uses_of_a_lost_owners_value_fail_at_once(world: World) -> None:
             check_lost(use)
     with pytest.raises(Exception, match="lost worker 'worker1'"):
         gw.rpc_sync("worker2", lambda: kept["worker2"][0])
-    assert time.monotonic() - started < LIMIT
+    assert time.monotonic() - started < 2 * SOON
     gc.collect()  # the errors' frames
     wait_until(lambda: not tables(world[0])["held"])
     assert repr(rref).startswith("<RRef 0.1, owner 'worker1'")
@@ -697,7 +698,7 @@ def test_a_lost_worker_does_not_keep_shutdown_waiting(world: World) -> None:
         hold.release.set()
         started = time.monotonic()
         world.shutdown()
-    assert time.monotonic() - started < LIMIT / 2
+    assert time.monotonic() - started < SOON
     del rref
     kept.clear()
     wait_until_freed("held on")
@@ -901,7 +902,7 @@ def test_shutdown_does_not_wait_for_what_will_not_come(
         del rref
         started = time.monotonic()
         world.shutdown()
-    assert time.monotonic() - started < LIMIT / 2
+    assert time.monotonic() - started < SOON
     wait_until_freed("unsure", "overdue")
 
 
@@ -927,7 +928,7 @@ def test_leaving_at_once_waits_for_nothing() -> None:
         value.to_here()
         started = time.monotonic()
         world.shutdown(graceful=False)
-        assert time.monotonic() - started < LIMIT / 4
+        assert time.monotonic() - started < SOON / 2
     with pytest.raises(gw.ClosedError):
         value.to_here()
     with pytest.raises(gw.GradwireError):
@@ -1005,7 +1006,7 @@ def test_a_failed_reference_needs_no_garbage_collector(world: World) -> None:
         gc.enable()
 
 
-# What people wait_until
+# What people see
 
 
 def test_debug_info_tells_who_owns_holds_and_carries_what(posted: PostedWorld) -> None:
