@@ -30,6 +30,10 @@ class GradwireError(RuntimeError):
             self.__notes__ = [self._advice]
 
 
+class LostGradientWarning(UserWarning):
+    """A tensor that requires grad went to another worker while no context was active."""
+
+
 class ClosedError(GradwireError):
     """The worker is shut down, or was never started."""
 

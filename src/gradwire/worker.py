@@ -59,6 +59,8 @@ class Kinds:
     """What is raised when a call takes too long."""
     keep_gaps: bool = False
     """Whether small views arrive with their strides (`_wire/dense_tensors.py`)."""
+    warns: bool = True
+    """Whether it is said where gradients are lost (`_autograd/lost_gradients.py`)."""
 
 
 class Worker:
@@ -124,7 +126,7 @@ class Worker:
         self.autograd = Autograd(
             self._agent, self._executor, pickles=options.allow is None
         )
-        self._codec.record_with(Recording(self.autograd))
+        self._codec.record_with(Recording(self.autograd, warns=kinds.warns))
         self._agent.run_in_context(self.autograd.contexts.run, self.autograd.release)
         self._collectives = Collectives(self._agent)
         self._agent.handle(GREETING, Greeting, lambda sender, message: None)

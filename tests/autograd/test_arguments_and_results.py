@@ -598,6 +598,7 @@ def test_nothing_is_recorded_where_no_tensor_needs_a_gradient(call: Way) -> None
         assert recorded(world, ctx) == [(0, 0), (0, 0)]
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.LostGradientWarning")
 @two_ways
 def test_nothing_is_recorded_outside_of_contexts(call: Way) -> None:
     with world_with_weights(2) as world:

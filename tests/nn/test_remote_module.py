@@ -120,6 +120,7 @@ def test_train_and_eval_reach_the_module() -> None:
         assert torch.equal(module(torch.ones(9)), torch.ones(9))
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.LostGradientWarning")
 def test_another_worker_uses_the_same_module() -> None:
     with three_workers():
         module = gw.RemoteModule("worker1", nn.Linear, (2, 2)).eval()
@@ -137,6 +138,7 @@ def test_another_worker_uses_the_same_module() -> None:
             pickle.dumps(module)
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.LostGradientWarning")
 def test_a_model_with_remote_children_behaves_like_one() -> None:
     local = local_model()
     with three_workers():
@@ -210,6 +212,7 @@ def test_inputs_go_to_the_modules_device_and_results_come_back() -> None:
         assert module(torch.ones(1, 2)).shape == (1, 2)
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.LostGradientWarning")
 def test_remote_modules_may_hold_remote_modules() -> None:
     with three_workers():
         model = gw.RemoteModule("worker1", Holds, ("worker2",))

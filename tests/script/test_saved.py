@@ -59,6 +59,7 @@ def test_backward_and_gradients(world: World) -> None:
         assert loaded(ctx, loss)[w].tolist() == [3, 3]
 
 
+@pytest.mark.filterwarnings("ignore::gradwire.LostGradientWarning")
 @pytest.mark.parametrize("kind", ["path", "name", "stream"])
 def test_files_of_all_sorts(world: World, tmp_path: Path, kind: str) -> None:
     path = tmp_path / "calls.pt"

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from torch import Tensor, is_grad_enabled
 
+from .._rpc.torch_modes import allow_grad
 from .._wire.frames import Frame, Parcel
-from .._wire.messages import RESULT
+from .._wire.messages import RESULT, Call
 from .arguments import check_kinds
 from .contexts import Context
+from .lost_gradients import LostGradients
 from .nodes import make_recv
 from .service import Autograd
 from .strands import strands_of
@@ -24,7 +27,10 @@ from .strands import strands_of
 class Recording:
     """Records messages of one worker (a `Recorder` of `_rpc/interceptors.py`)."""
 
-    def __init__(self, autograd: Autograd) -> None:
+    def __init__(self, autograd: Autograd, *, warns: bool = True) -> None:
+        """`warns`: say it if gradients are lost because there is no context."""
+        self._lost = LostGradients() if warns else None
+        self._contexts = autograd.contexts
         self._find = autograd.contexts.arrived
         self._number = autograd.numbers.next
         self._take_word = autograd.releases.take
@@ -49,6 +55,18 @@ class Recording:
             word = self._take_word(to)
             if word is not None:
                 parcel.over, parcel.freight = word.context, (word,)
+
+    def lost_arguments(self) -> None:
+        """This thread makes a call with arguments that require grad, and has no context."""
+        if self._lost is not None and is_grad_enabled():
+            self._lost.in_arguments(are_contexts=len(self._contexts) > 0)
+
+    def lost_result(self, request: Any) -> None:
+        """The result of a call requires grad, and the call came without a context."""
+        if self._lost is None or type(request) is not Call:
+            return
+        if request.modes is None or allow_grad(request.modes):
+            self._lost.in_result(request.function)
 
     def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Context:
         """A message of a context came, with these tensors that need gradients; the context."""

@@ -291,7 +291,7 @@ class Agent:
         given = getattr(message, "modes", None) if context else None
         try:
             if given is None or torch_modes.allow_grad(given):
-                parcel = self._codec.result(value, peer.manner, context)
+                parcel = self._codec.result(value, peer.manner, context, message)
             else:
                 with torch.no_grad():
                     parcel = self._codec.result(value, peer.manner, context)

@@ -54,6 +54,12 @@ class Recorder(Protocol):
     ) -> None:
         """A message of a context leaves, with these: what there is to say goes onto the parcel."""
 
+    def lost_arguments(self) -> None:
+        """The arguments of a call require grad, and there is no context to record them in."""
+
+    def lost_result(self, request: Any) -> None:
+        """So does the result of this request."""
+
     def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Any:
         """A message of a context came, with these that are to require grad; the context.
 
@@ -142,16 +148,22 @@ class InterceptedCodec:
         context = None if recorder is None else recorder.current()
         is_traced = context is not None and is_grad_enabled()
         encoded = self._codec.call(call, manner, is_traced=is_traced)
+        if encoded[1] and context is None and recorder is not None:
+            recorder.lost_arguments()
         if context is None and encoded[2] is None:
             return encoded[0]
         return self._intercepted(encoded, context, manner)
 
-    def result(self, value: Any, manner: Manner, context: Any = None) -> Parcel:
-        """A result as a parcel, in the context of what it answers."""
+    def result(
+        self, value: Any, manner: Manner, context: Any = None, request: Any = None
+    ) -> Parcel:
+        """A result as a parcel, in the context of what it answers: this request."""
         if type(value) is TensorMessage:
             context = None
         is_traced = context is not None and is_grad_enabled()
         encoded = self._codec.result(value, manner, is_traced=is_traced)
+        if encoded[1] and context is None and self._recorder is not None:
+            self._recorder.lost_result(request)
         if context is None and encoded[2] is None:
             return encoded[0]
         return self._intercepted(encoded, context, manner)

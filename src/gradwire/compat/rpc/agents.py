@@ -26,7 +26,13 @@ from .references import RRef
 from .runner import TorchRunner
 from .workers import WorkerInfo, known
 
-KINDS = Kinds(reference=RRef, runner=TorchRunner, timeout=RpcTimeout, keep_gaps=True)
+KINDS = Kinds(
+    reference=RRef,
+    runner=TorchRunner,
+    timeout=RpcTimeout,
+    keep_gaps=True,
+    warns=False,  # as torch
+)
 
 Around = Callable[[Transport, Executor], Transport]
 
