@@ -57,6 +57,18 @@ def test_an_argument_that_requires_grad_is_warned_of_once_for_a_line() -> None:
     assert warning.lineno == call.__code__.co_firstlineno + 2
 
 
+def test_the_line_that_calls_a_module_is_named_not_torchs_own() -> None:
+    def call() -> None:
+        remote(x)
+
+    remote, x = gw.RemoteModule("worker1", torch.nn.Identity), doubles(3)
+    (warning,) = [w for w in warned(call) if "argument" in str(w.message)]
+    assert (warning.filename, warning.lineno) == (
+        __file__,
+        call.__code__.co_firstlineno + 1,
+    )
+
+
 @pytest.mark.parametrize("call", [gw.rpc_sync, gw.rpc_async, gw.remote])
 def test_every_way_to_call_is_warned_of(call: Callable[..., object]) -> None:
     x = doubles(3)

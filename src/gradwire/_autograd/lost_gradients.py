@@ -12,10 +12,13 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .._wire.functions import resolve
 from ..errors import LostGradientWarning
 
 _OURS = str(Path(__file__).parents[1])
+_TORCH = str(Path(torch.__file__).parent)
 _REMEDY = (
     "make the call in `with gradwire.context() as ctx:`, and run `gradwire.backward(ctx, [loss])`; "
     "or say that none are wanted, with torch.no_grad() or detach()"
@@ -35,7 +38,8 @@ class LostGradients:
     def in_arguments(self, *, are_contexts: bool) -> None:
         """The call that this thread is making has such arguments."""
         frame: Any = sys._getframe(1)
-        while frame is not None and frame.f_code.co_filename.startswith(_OURS):
+        # The line of the user's, not the one of torch's that calls each module's forward.
+        while frame and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename == threading.__file__:
             return  # a call of our own
