@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from typing import Any
 
 import gradwire as gw
+from tests.rpc.functions import Boom
 from tests.worlds import wait_until
 
 ended: Counter[str] = Counter()
@@ -90,3 +91,22 @@ def wait_until_freed(*names: str) -> None:
     """Until these values are freed; it happens once."""
     wait_until(lambda: all(ended[name] for name in names), show=lambda: ended)
     assert {name: ended[name] for name in names} == dict.fromkeys(names, 1)
+
+
+def hop(rref: gw.RRef[Any], hops: int) -> str:
+    if not hops:
+        return passed(rref)
+    me = gw.get_worker_info().id
+    return gw.rpc_sync((me + 1) % 3, hop, (rref, hops - 1))
+
+
+class Holder:
+    def __init__(self, rref: gw.RRef[Any]) -> None:
+        self.rref = rref
+
+    def fetch(self) -> Any:
+        return self.rref.to_here()
+
+
+def fail(*_: Any) -> None:
+    raise Boom("with references")

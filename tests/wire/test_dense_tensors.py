@@ -33,11 +33,6 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 
-@pytest.fixture(params=[PICKLE, PLAIN], ids=["pickle", "plain"])
-def manner(request: pytest.FixtureRequest) -> Manner:
-    return request.param
-
-
 # Dense
 
 

@@ -26,7 +26,6 @@ from gradwire._wire.pickling import PickleSerializer
 from gradwire.errors import NotAllowedError
 from tests.wire.round_trip import (
     LIMITS,
-    PICKLE,
     PLAIN,
     Codec,
     call_of,
@@ -35,11 +34,6 @@ from tests.wire.round_trip import (
 )
 
 SAME_MAIN = Manner(same_main=True)
-
-
-@pytest.fixture(params=[PICKLE, PLAIN], ids=["pickle", "plain"])
-def manner(request: pytest.FixtureRequest) -> Manner:
-    return request.param
 
 
 class Counter:

@@ -1,0 +1,35 @@
+"""Worlds for what happens to references on their way."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from gradwire._rref import held_forks, notifier, serialization
+from gradwire.testing import World
+from tests.rref.lossy import WORLDS, entered
+from tests.worlds import PostedWorld
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Say again soon what was not answered."""
+    monkeypatch.setattr(notifier, "_RETRY", 0.05)
+    monkeypatch.setattr(notifier, "_LOOK", 0.02)
+    monkeypatch.setattr(serialization, "_RETRY", 0.05)
+    monkeypatch.setattr(held_forks, "PATIENCE", 0.3)
+
+
+@pytest.fixture(params=WORLDS)
+def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    opened = WORLDS[request.param](3)
+    with entered(opened):
+        yield opened
+
+
+@pytest.fixture
+def posted() -> Iterator[PostedWorld]:
+    """A world whose messages can be held back."""
+    opened = PostedWorld(3)
+    with entered(opened):
+        yield opened
+        opened.post.release()
