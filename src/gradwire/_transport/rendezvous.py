@@ -44,6 +44,7 @@ from torch.distributed import (  # type: ignore[attr-defined]
 from ..errors import AuthenticationError, ClosedError, GradwireError
 from ..options import Options
 from .base import Card
+from .cluster_environments import cluster_place
 from .connector import is_alive
 from .wait_report import WaitReport, wait_for_listener
 
@@ -61,7 +62,7 @@ class Place:
     rank: int | None
     size: int | None
     host: str | None
-    """The other machine that the store is on, if it is on another."""
+    """Another machine of the world, if there is one: that of the store, if that is another."""
     where: str = "the store"
     """For people."""
 
@@ -84,28 +85,35 @@ def find_place(
     url = urlparse(method or "env://")
     if url.scheme not in ("env", "tcp", "file"):
         raise ValueError(f"{method!r}: use env://, tcp://host:port or file:///path")
-    settings = dict(os.environ) if url.scheme == "env" else {}
+    is_env = url.scheme == "env"
+    cluster = cluster_place(os.environ if is_env else {})
+    settings = {**cluster.variables, **os.environ} if is_env else {}
     settings |= {k.upper(): values[-1] for k, values in parse_qs(url.query).items()}
     rank = _number("RANK", settings) if rank is None else rank
     size = _number("WORLD_SIZE", settings) if size is None else size
-    if url.scheme == "env" and rank is None and "MASTER_ADDR" not in settings:
-        script = Path(sys.argv[0]).name or "train.py"
-        raise ValueError(
-            "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set: start the program with "
-            f"`gradwire launch -n 4 {script}`, or give init_rpc a rank, a world_size and "
-            "init_method='tcp://host:port'"
-        )
+    if is_env and rank is None and "MASTER_ADDR" not in settings:
+        raise ValueError(_no_launcher())
     _check_place(rank, size)
     if url.scheme == "file":
         path = url.netloc + url.path
         if not path:
             raise ValueError(f"{method!r} names no file: use file:///path")
         return Place(FileStore(path), rank, size, None, f"file://{path}")
-    host, port = _env_address() if url.scheme == "env" else _tcp_address(url)
+    host, port = _env_address(settings, cluster.hint) if is_env else _tcp_address(url)
     # torchrun's agent hosts the store that it tells its workers about.
     hosting = rank == 0 and settings.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     found = _tcp_store(host, port, hosting, timeout)
-    return Place(found, rank, size, _remote_host(host), f"tcp://{host}:{port}")
+    elsewhere = cluster.neighbor or _remote_host(host)
+    return Place(found, rank, size, elsewhere, f"tcp://{host}:{port}")
+
+
+def _no_launcher() -> str:
+    script = Path(sys.argv[0]).name or "train.py"
+    return (
+        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set: start the program with "
+        f"`gradwire launch -n 4 {script}`, or give init_rpc a rank, a world_size and "
+        "init_method='tcp://host:port'"
+    )
 
 
 def _number(name: str, settings: Mapping[str, str]) -> int | None:
@@ -122,14 +130,12 @@ def _tcp_address(url: ParseResult) -> tuple[str, int]:
     return url.hostname, url.port
 
 
-def _env_address() -> tuple[str, int]:
-    host, port = os.environ.get("MASTER_ADDR"), _number("MASTER_PORT", os.environ)
+def _env_address(settings: Mapping[str, str], hint: str) -> tuple[str, int]:
+    host, port = settings.get("MASTER_ADDR"), _number("MASTER_PORT", settings)
     if host is None or port is None:
         missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
-        raise ValueError(
-            f"{missing} is not set: set it (env://), or give init_method="
-            "'tcp://host:port'"
-        )
+        hint = hint or "set it (env://), or give init_method='tcp://host:port'"
+        raise ValueError(f"{missing} is not set: {hint}")
     return host, port
 
 

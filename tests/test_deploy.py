@@ -1,0 +1,67 @@
+"""What lies in deploy/ agrees with itself, and with what `init_rpc` reads."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import kubernetes_validate
+import pytest
+import yaml
+
+from gradwire._transport.cluster_environments import cluster_place
+
+DEPLOY = Path(__file__).parents[1] / "deploy"
+
+
+def manifest(name: str) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load((DEPLOY / name).read_text())
+    return found
+
+
+def test_the_pods_of_the_jobset_find_their_place() -> None:
+    jobset = manifest("jobset.yaml")
+    name = jobset["metadata"]["name"]
+    (workers,) = jobset["spec"]["replicatedJobs"]
+    job = workers["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    env = {entry["name"]: entry.get("value", "") for entry in container["env"]}
+    env["JOB_COMPLETION_INDEX"] = "1"  # as Kubernetes does in an Indexed Job
+
+    assert job["completionMode"] == "Indexed"
+    assert env["WORLD_SIZE"] == str(job["completions"]) == str(job["parallelism"])
+    assert env["MASTER_ADDR"] == f"{name}-{workers['name']}-0-0.{name}"
+    assert jobset["spec"]["network"]["enableDNSHostnames"]
+    assert {**cluster_place(env).variables, **env}.keys() >= {"RANK", "MASTER_PORT"}
+
+
+def check(job: dict[str, Any]) -> None:
+    """By the schema of Kubernetes, which a JobSet has its jobs in."""
+    whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job}
+    version = kubernetes_validate.latest_version()
+    kubernetes_validate.validate(whole, version, strict=True)
+
+
+def test_the_jobs_of_the_jobset_are_valid() -> None:
+    (workers,) = manifest("jobset.yaml")["spec"]["replicatedJobs"]
+    check(workers["template"])
+    workers["template"]["spec"]["completionmode"] = "Indexed"
+    with pytest.raises(kubernetes_validate.ValidationError, match="completionmode"):
+        check(workers["template"])
+
+
+def test_the_script_for_slurm_gives_srun_the_program(tmp_path: Path) -> None:
+    srun = tmp_path / "srun"
+    srun.write_text('#!/bin/sh\necho "${#GRADWIRE_KEY}" "$@"\n')
+    srun.chmod(0o755)
+    done = subprocess.run(
+        ["bash", DEPLOY / "slurm.sh", "train.py", "--lr", "two words"],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    key, *command = done.stdout.split()
+    assert int(key) == 64
+    assert command[-5:] == ["python", "train.py", "--lr", "two", "words"]
