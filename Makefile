@@ -10,7 +10,8 @@ FUZZ ?= 1
 TORCH := 2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet
-EXTRAS := test lint bench demo docs conformance
+EXTRAS := bench demo
+GROUPS := test lint docs conformance
 
 .PHONY: test demo lint bench docs fuzz conformance clean
 # Two pips in one .venv would get into each other's way.
@@ -26,8 +27,7 @@ test: .venv/.test
 demo: .venv/.demo
 	$(BIN)/python -m gradwire demo --out build/demo
 
-# With what bench needs, because mypy follows its imports.
-lint: .venv/.lint .venv/.bench
+lint: .venv/.lint
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
@@ -61,4 +61,9 @@ $(TORCH_STAMP):
 
 $(EXTRAS:%=.venv/.%): .venv/.%: $(TORCH_STAMP) pyproject.toml
 	$(INSTALL) -e '.[$*]'
+	touch $@
+
+$(GROUPS:%=.venv/.%): .venv/.%: $(TORCH_STAMP) pyproject.toml
+	$(INSTALL) 'pip>=25.1' # the first that knows groups
+	$(INSTALL) -e . --group $*
 	touch $@

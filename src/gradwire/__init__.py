@@ -54,7 +54,7 @@ if _typing.TYPE_CHECKING:
     from .options import Options
     from .worker import Worker
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AuthenticationError",
