@@ -471,7 +471,7 @@ def test_garbage_inside_a_call_ends_it(pair: list[Worker]) -> None:
     for worker in pair:
         for pool in worker._transport._in.values():
             for connection in list(pool._leased):
-                connection.framed.writer.write_bytes(b"no frame" * 16)
+                connection.framed.write_bytes(b"no frame" * 16)
     assert "WorkerLostError" in repr(ended())  # or heard of it from the level inside
     wait_until(lambda: "level 1" in SEEN, limit=SOON)
     assert isinstance(SEEN["level 1"], gw.WorkerLostError)

@@ -127,17 +127,24 @@ def test_who_is_being_answered_does_not_read() -> None:
 
 def test_polling_is_done_by_one_thread_where_the_last_wait_was_short() -> None:
     poll = BusyPoll(1.0)
-    assert not poll.begin(2.0)
-    assert poll.begin(0.5)
-    assert not poll.begin(0.5), "another thread polls"
-    poll.end()
+    looks = 0
+
+    def found_by_the_third_look() -> bool:
+        nonlocal looks
+        looks += 1
+        assert not poll.found(lambda: True, 0.5), "another thread polls"
+        return looks == 3
+
+    assert not poll.found(lambda: True, 2.0)
+    assert poll.found(found_by_the_third_look, 0.5)
     poll.crowd(True)
-    assert not poll.begin(0.5), "that is long where cores are scarce"
+    assert not poll.found(lambda: True, 0.5), "that is long where cores are scarce"
+    assert not poll.found(lambda: False, 0.0), "it ends"
     poll.crowd(False)
-    assert poll.begin(0.5)
+    assert poll.found(lambda: True, 0.5)
 
 
 def test_a_worker_told_not_to_poll_does_not() -> None:
     poll = BusyPoll(0.0)
     poll.crowd(False)
-    assert not poll.begin(0.0)
+    assert not poll.found(lambda: True, 0.0)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from gradwire._transport.frame_reader import FrameReader
+from gradwire._transport.framed_socket import FrameReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import safe_encoding
 from gradwire._wire.codec import (

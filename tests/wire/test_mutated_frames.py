@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire._transport.frame_reader import FrameReader
+from gradwire._transport.framed_socket import FrameReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import dense_tensors
 from gradwire._wire.codec import COMPILED, SAFE, SAFE_COMPILED, Manner

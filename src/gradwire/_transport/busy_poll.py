@@ -13,6 +13,10 @@ is likely to succeed and to harm nobody:
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
 
 WAKE_UP = 50e-6
 """Seconds by which a wait is longer, about, if the thread sleeps."""
@@ -29,18 +33,19 @@ class BusyPoll:
         self._seconds = seconds
         self._busy = False
 
-    def begin(self, last_wait: float) -> float:
-        """Until when to poll in a place where the last wait took so long; 0 for not at all.
-
-        After anything but 0, `end` must be called.
-        """
+    def found(self, look: Callable[[], T], last_wait: float) -> T | None:
+        """What `look` finds within that time, where the last wait took so long; else None."""
         if self._busy or last_wait >= self.seconds:
-            return 0.0
-        self._busy = True  # two threads at once do no harm
-        return time.perf_counter() + self.seconds
-
-    def end(self) -> None:
-        self._busy = False
+            return None
+        try:
+            self._busy = True  # two threads at once do no harm
+            until = time.perf_counter() + self.seconds
+            while time.perf_counter() < until:
+                if found := look():
+                    return found
+            return None
+        finally:
+            self._busy = False
 
     def crowd(self, is_crowded: bool) -> None:
         """Whether the workers of this host outnumber its cores."""

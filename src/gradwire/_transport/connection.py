@@ -83,7 +83,7 @@ class Connection:
         self._users = 0
         self._ended = False
         self.is_owed = False  # a lease's request was sent, its response has not come
-        self.queue = SendQueue(framed.writer, endpoint.executor.waiting)
+        self.queue = SendQueue(framed, endpoint.executor.waiting)
         self._timer_runs = False
         self._role: ReaderRole[Frame, Bell] = ReaderRole(framed.reader.frames)
         self._exchanges: dict[int, Exchange] = {}  # by call
@@ -100,7 +100,7 @@ class Connection:
     @property
     def alive_at(self) -> float:
         """When the other end last showed that it is there: spoke, or took what we send."""
-        return max(self.heard_at, self.framed.writer.drained_at)
+        return max(self.heard_at, self.framed.drained_at)
 
     @property
     def said_goodbye(self) -> bool:
@@ -161,7 +161,7 @@ class Connection:
             TimeoutError: not in time, or it is over.
             EOFError, OSError, ProtocolError: the connection is of no more use.
         """
-        self.framed.writer.write(call, parcel, deadline)
+        self.framed.write(call, parcel, deadline)
         self.is_owed = True
         parcel.was_sent()
         with self._endpoint.executor.waiting():
@@ -439,7 +439,7 @@ class Connection:
         try:
             if self._is_leased:
                 with self.queue.lock:
-                    self.framed.writer.write(call, parcel)
+                    self.framed.write(call, parcel)
             else:
                 more = parcel.can_wait or self._endpoint.executor.backlog > 1
                 self.send(call, parcel, more=more)

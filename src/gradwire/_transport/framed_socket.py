@@ -1,20 +1,163 @@
-"""A socket with frames in both directions, and large areas in shared memory where there is some."""
+"""Frames out of a socket, piece by piece as they come, and into it, whole.
+
+Bulk areas are received straight into the memory their tensors will live in, or lie in shared
+memory. Sockets here never block; who has to wait polls, with a deadline.
+"""
 
 from __future__ import annotations
 
 import select
 import socket
+import threading
 import time
-from contextlib import nullcontext
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from .._wire.frames import Limits
-from .base import Traffic
+from .._wire import raw_bytes
+from .._wire.frames import HEADER, VERSION, Frame, Header, Limits, Parcel, refusal
+from .._wire.messages import GOODBYE, NOTES
+from ..errors import ProtocolError
+from .base import NAP, Traffic
 from .busy_poll import WAKE_UP, BusyPoll
-from .frame_reader import FrameReader
-from .frame_writer import FrameWriter, Waiting, poll_until
 from .shared_memory import Recycler, SegmentMap, SegmentPool
 
+Waiting = Callable[[], AbstractContextManager[None]]
+"""What to wrap around a wait (`Executor.waiting`)."""
+
 _NEVER = BusyPoll(0.0)
+_MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
+_CHUNK = 65536
+_HEADER: int = HEADER.size
+_PIECE = 4 << 20  # read at a time: larger ones gain nothing
+
+
+class FrameReader:
+    """Takes frames out of a socket as they come."""
+
+    def __init__(
+        self,
+        sock: socket.socket,
+        limits: Limits,
+        recycler: Recycler,
+        traffic: Traffic | None = None,
+    ) -> None:
+        self.frames: deque[Frame] = deque()
+        self.notes: deque[int] = deque()  # kinds of the transport's own messages
+        self.said_goodbye = False
+        self.segments: SegmentMap | None = None
+        self._sock = sock
+        self._recv = sock.recv
+        self._most_body, self._most_bulk = limits
+        self._recycler = recycler
+        self._traffic = traffic or Traffic()
+        self._rest = b""
+        self._long: tuple[Header, memoryview, Any] | None = None
+        self._parts: deque[memoryview] = (
+            deque()
+        )  # of the long frame, still to be filled
+
+    def pull(self) -> None:
+        """Read what is there, once; complete frames are added to `frames`.
+
+        Raises:
+            BlockingIOError: nothing is there.
+            EOFError, OSError: the connection is over.
+            ProtocolError: what came is no frame.
+        """
+        if self._long is not None:
+            count = self._sock.recv_into(self._parts[0][:_PIECE])
+            if not count:
+                raise EOFError("connection closed in the middle of a frame")
+            self._traffic.received += count
+            self._filled(count)
+            return
+        try:
+            data = self._recv(_CHUNK)
+        except ConnectionResetError:
+            data = b""
+        if not data:
+            raise EOFError("connection closed")
+        self._traffic.received += len(data)
+        if self._rest:
+            data = self._rest + data
+            self._rest = b""
+        at, end = 0, len(data)
+        while end - at >= _HEADER:
+            used = self._take(data, at)
+            if not used:
+                break
+            at += used
+        if at < end:
+            self._rest = data[at:]
+
+    def _take(self, data: bytes, at: int) -> int:
+        """One frame from `data`; the bytes used, or 0 if more have to come first."""
+        header: Header = HEADER.unpack_from(data, at)
+        version, kind, encoding, length, call, scope, mark, bulk, segment, over = header
+        if version != VERSION or length > self._most_body or bulk > self._most_bulk:
+            raise refusal(header, self._most_body, self._most_bulk)
+        start = at + _HEADER
+        end = start + length
+        if end <= len(data) and not (bulk or segment or kind in NOTES):  # as most are
+            frame = Frame(kind, encoding, call, data[start:end])
+            if scope or over:
+                frame.scope, frame.mark, frame.over = scope, mark, over
+            self.frames.append(frame)
+            return end - at
+        in_stream = bulk and not segment
+        if end <= len(data) and not in_stream:
+            self._finish(header, data[start:end], None)
+            return end - at
+        if not in_stream and length <= _CHUNK:
+            return 0
+        return _HEADER + self._begin_long(header, memoryview(data)[start:])
+
+    def _begin_long(self, header: Header, data: memoryview) -> int:
+        """Have the rest of this frame received straight to where it belongs."""
+        _, _, _, length, _, _, _, bulk, segment, _ = header
+        # Both take memory only as their bytes arrive, however much is announced.
+        body = memoryview(self._recycler.area(length)).cast("B")
+        area = None
+        if bulk and not segment:
+            area = self._recycler.area(bulk)
+        self._long = header, body, area
+        parts = [body, memoryview(area or b"").cast("B")]
+        self._parts = deque(p for p in parts if p)
+        used = 0
+        while self._parts and used < len(data):
+            count = min(len(self._parts[0]), len(data) - used)
+            self._parts[0][:count] = data[used : used + count]
+            self._filled(count)
+            used += count
+        return used
+
+    def _filled(self, count: int) -> None:
+        part = self._parts.popleft()[count:]
+        if part:
+            self._parts.appendleft(part)
+        elif not self._parts:
+            assert self._long is not None
+            header, body, area = self._long
+            self._long = None
+            self._finish(header, body, area)
+
+    def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
+        _, kind, encoding, _, call, scope, mark, bulk, segment, over = header
+        if kind in NOTES:
+            self.said_goodbye |= kind == GOODBYE
+            self.notes.append(kind)
+            return
+        if segment:
+            if self.segments is None:
+                raise ProtocolError("frame in shared memory, but none is shared")
+            area = self.segments.area(segment, bulk)
+            self._traffic.received += bulk
+        frame = Frame(kind, encoding, call, body)
+        frame.area = area
+        frame.scope, frame.mark, frame.over = scope, mark, over
+        self.frames.append(frame)
 
 
 class FramedSocket:
@@ -30,19 +173,23 @@ class FramedSocket:
     ) -> None:
         sock.setblocking(False)
         self.sock = sock
-        traffic = traffic or Traffic()
-        self.reader = FrameReader(sock, limits, recycler, traffic)
-        self.writer = FrameWriter(sock, waiting, traffic)
+        self.drained_at = 0.0  # when the other end last made room in a full connection
+        self._traffic = traffic or Traffic()
+        self.reader = FrameReader(sock, limits, recycler, self._traffic)
         self._pull = self.reader.pull
+        self._send = sock.send
+        self._pool: SegmentPool | None = None
+        self._waiting = waiting
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
+        self._writable = select.poll()
+        self._writable.register(sock, select.POLLOUT)
         self._last_wait = 0.0  # how long the last wait for something to come took
 
     def share_memory(
         self, pool: SegmentPool | None, segments: SegmentMap | None
     ) -> None:
-        self.writer.segments = pool
-        self.reader.segments = segments
+        self._pool, self.reader.segments = pool, segments
 
     def read(self, deadline: float | None, busy_poll: BusyPoll = _NEVER) -> None:
         """Wait for something to come, and take it in; or nothing, then wait again.
@@ -50,13 +197,10 @@ class FramedSocket:
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
         """
-        try:
-            self._pull()
+        if self._took_in():
             return
-        except BlockingIOError:
-            began = time.perf_counter()
-        until = busy_poll.begin(self._last_wait)
-        if until and self._poll(until, busy_poll):
+        began = time.perf_counter()
+        if busy_poll.found(self._took_in, self._last_wait):
             self._last_wait = time.perf_counter() - began
             return
         try:
@@ -64,19 +208,66 @@ class FramedSocket:
         finally:
             self._last_wait = max(0.0, time.perf_counter() - began - WAKE_UP)
 
-    def _poll(self, until: float, busy_poll: BusyPoll) -> bool:
-        """Look again and again until then; whether something came."""
-        now = time.perf_counter
+    def _took_in(self) -> bool:
+        """Whether something had come; takes it in."""
         try:
-            while now() < until:
-                try:
-                    self._pull()
-                    return True
-                except BlockingIOError:
-                    pass
+            self._pull()
+        except BlockingIOError:
             return False
-        finally:
-            busy_poll.end()
+        return True
+
+    def write(self, call: int, parcel: Parcel, deadline: float | None = None) -> None:
+        """Send a parcel.
+
+        Raises:
+            TimeoutError: not all of it could be sent in time. The connection is of no more use.
+            OSError: the connection is over.
+        """
+        if not parcel.bulk_length:
+            self.write_bytes(parcel.header(call) + parcel.body, deadline)
+            return
+        segment = None
+        if self._pool is not None:
+            segment = self._pool.place(parcel.bulk, parcel.bulk_length)
+        if segment is None:
+            self._write_buffers(_in_stream(call, parcel), deadline)
+            return
+        parcel.bulk = ()  # lets go of its memory before the other side goes on
+        self._traffic.sent += parcel.bulk_length
+        try:
+            self.write_bytes(parcel.header(call, segment.id) + parcel.body, deadline)
+        except BaseException:
+            segment.give_back()
+            raise
+
+    def write_bytes(self, data: bytes, deadline: float | None = None) -> None:
+        try:
+            sent = self._send(data)
+        except BlockingIOError:
+            sent = 0
+        self._traffic.sent += sent
+        if sent < len(data):
+            self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
+
+    def _write_buffers(
+        self, buffers: deque[memoryview], deadline: float | None
+    ) -> None:
+        while buffers:
+            try:
+                sent = self.sock.sendmsg(
+                    [buffers[i] for i in range(min(len(buffers), _MAX_BUFFERS))]
+                )
+            except BlockingIOError:
+                with self._waiting():
+                    drained = poll_until(self._writable, deadline)
+                if drained:
+                    self.drained_at = time.monotonic()
+                continue
+            self._traffic.sent += sent
+            while buffers and sent >= len(buffers[0]):
+                sent -= len(buffers.popleft())
+            if sent:
+                buffers[0] = buffers[0][sent:]
 
     def hang_up(self) -> None:
         """End the connection; whoever waits on it wakes up."""
@@ -89,3 +280,33 @@ class FramedSocket:
         """Hang up, and free the descriptor. Only when nobody uses it."""
         self.hang_up()
         self.sock.close()
+
+
+def _in_stream(call: int, parcel: Parcel) -> deque[memoryview]:
+    """Header, body and the bulk area, with the gaps between its pieces."""
+    buffers = deque([memoryview(parcel.header(call) + parcel.body)])
+    at = 0
+    for offset, tensor in parcel.bulk:
+        if offset > at:
+            buffers.append(memoryview(bytes(offset - at)))
+        buffers.append(raw_bytes.view(tensor))
+        at = offset + tensor.nbytes
+    if parcel.bulk_length > at:
+        buffers.append(memoryview(bytes(parcel.bulk_length - at)))
+    return buffers
+
+
+def poll_until(poll: select.poll, deadline: float | None) -> bool:
+    """Sleep until the poll has something, or a little less; whether it has.
+
+    Raises:
+        TimeoutError: the deadline came first.
+    """
+    left = None if deadline is None else max(0.0, deadline - time.monotonic())
+    if threading.current_thread() is threading.main_thread():
+        # A Ctrl-C that comes just before the sleep does not end it: look now and then.
+        left = NAP if left is None else min(left, NAP)
+    found = poll.poll(None if left is None else left * 1000)
+    if deadline is not None and time.monotonic() >= deadline:
+        raise TimeoutError
+    return bool(found)

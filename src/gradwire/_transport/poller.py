@@ -153,26 +153,16 @@ class Poller:
                 return
             with self._executor.waiting():
                 began = time.perf_counter()
-                fds = self._poll_busily() or self._system.poll(None)
+                fds = self._busy_poll.found(
+                    lambda: self._system.poll(0), self._last_wait
+                )
+                fds = fds or self._system.poll(None)
                 self._last_wait = time.perf_counter() - began
         try:
             self._tell(fds)
         finally:  # whatever happens to one connection, the others are watched
             if not self._closing.is_set():
                 self._executor.submit(self._turn)
-
-    def _poll_busily(self) -> list[int]:
-        until = self._busy_poll.begin(self._last_wait)
-        if not until:
-            return []
-        try:
-            while time.perf_counter() < until:
-                fds = self._system.poll(0)
-                if fds:
-                    return fds
-            return []
-        finally:
-            self._busy_poll.end()
 
     def _look(self) -> None:
         """All threads are busy: at least take in what came, so that pings are answered."""

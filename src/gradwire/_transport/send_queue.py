@@ -13,7 +13,7 @@ from collections import deque
 
 from .._wire.frames import Parcel, note
 from .._wire.messages import GOODBYE
-from .frame_writer import FrameWriter, Waiting
+from .framed_socket import FramedSocket, Waiting
 
 _MOST_HELD = 16  # frames that wait for others
 _MOST_WAITING = 1024  # frames that may wait for another thread's write
@@ -23,10 +23,10 @@ _FAREWELL = 1.0  # seconds to wait for a socket that is full
 class SendQueue:
     """The sending half of a connection."""
 
-    def __init__(self, writer: FrameWriter, waiting: Waiting) -> None:
+    def __init__(self, framed: FramedSocket, waiting: Waiting) -> None:
         self.lock = threading.Lock()
         """Held while writing."""
-        self._writer = writer
+        self._framed = framed
         self._waiting = waiting
         self._unsent: deque[bytes] = deque()
 
@@ -38,7 +38,7 @@ class SendQueue:
         """
         with self._waiting(), self.lock:
             self._write_unsent()
-            self._writer.write(call, parcel)
+            self._framed.write(call, parcel)
         self.flush()
 
     def put(self, data: bytes, *, more: bool = False) -> bool:
@@ -83,7 +83,7 @@ class SendQueue:
             return
         try:
             self._write_unsent()
-            self._writer.write_bytes(note(GOODBYE), time.monotonic() + _FAREWELL)
+            self._framed.write_bytes(note(GOODBYE), time.monotonic() + _FAREWELL)
         except OSError:
             pass  # it is gone, too
         finally:
@@ -93,4 +93,4 @@ class SendQueue:
         unsent = self._unsent
         if unsent:
             data = [unsent.popleft() for _ in range(min(len(unsent), _MOST_WAITING))]
-            self._writer.write_bytes(b"".join(data))
+            self._framed.write_bytes(b"".join(data))
