@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import gradwire
 from gradwire._transport.faulty import Faults
-from gradwire._transport.rendezvous import find_place
+from gradwire._transport.stores import find_place
 from gradwire.worker import Worker
 from tests.worlds import LIMIT, close_world, join_world, wait_until
 

@@ -27,7 +27,7 @@ from gradwire._rref.messages import ADOPT, NOTES, RECALL
 from gradwire._transport.base import Transport
 from gradwire._transport.faulty import Faults, FaultyTransport
 from gradwire._transport.loopback import LoopbackNetwork, LoopbackTransport
-from gradwire._transport.rendezvous import Place
+from gradwire._transport.stores import Place
 from gradwire._wire.frames import Frame, Parcel
 from gradwire._wire.messages import CALL
 from gradwire.api import enter

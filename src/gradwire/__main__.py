@@ -16,6 +16,7 @@ usage: gradwire COMMAND [options]
 
   launch   start the workers of a world: gradwire launch -n 4 train.py [args]
   run      run a program for torch.distributed.rpc: gradwire run train.py [args]
+  key      make the secret of a world on several machines: gradwire key world.key
   doctor   what this machine offers, what is used of it, and a self test
   demo     train a network spread over four workers, and the same in one process
   bench    measure calls and backward passes beside torch RPC
@@ -26,6 +27,7 @@ gradwire --version prints the version."""
 _MODULES = {
     "launch": "launch.command",
     "run": "compat.command",
+    "key": "tools.key",
     "doctor": "tools.doctor.command",
     "demo": "tools.demo.command",
     "bench": "tools.bench.command",

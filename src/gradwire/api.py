@@ -23,7 +23,7 @@ from ._rpc.serial import made_serial
 from ._rref import reference
 from ._rref.reference import RRef
 from ._rref.service import References
-from ._transport.rendezvous import find_place
+from ._transport.stores import find_place
 from ._wire.pickling import Reducer
 from .errors import ClosedError
 from .ids import WorkerInfo

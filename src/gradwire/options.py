@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -96,9 +95,11 @@ class Options:
     key: bytes | None = field(
         default_factory=lambda: os.environb.get(b"GRADWIRE_KEY"), repr=False
     )
-    """The world's secret. Default: a random one, shared through the store."""
+    """The world's secret. Default: one of this user on this machine."""
     key_file: str | None = _from_env("KEY_FILE", str, None)
-    """A file that holds the secret."""
+    """A file that holds the secret, which nobody else may read."""
+    trust_store: bool = _from_env("TRUST_STORE", _flag, False)
+    """Without a key: share a random one through the store. Who can read that can run any code."""
     allow: Collection[Any] | None = None
     """If given: the only functions (or modules) others may call, and no pickle at all."""
     serializer: Any = None
@@ -129,26 +130,6 @@ class Options:
             raise ValueError(f"max_body={self.max_body}: must be below 4 GiB")
         if self.ports and not 0 < self.ports[0] <= self.ports[1] < 65536:
             raise ValueError(f"ports={self.ports!r}: give (first, last) in 1..65535")
-
-    def secret(self) -> bytes | None:
-        """The user's key, from the option or the file; None if there is none.
-
-        Raises:
-            TypeError: the key is no bytes.
-            ValueError: it is too short to protect anything.
-        """
-        key = self.key
-        if key is not None and not isinstance(key, bytes):
-            raise TypeError(
-                f"key is a {type(key).__name__}: give bytes, such as secrets.token_bytes(32)"
-            )
-        if key is None and self.key_file is not None:
-            key = Path(self.key_file).read_bytes().strip()
-        if key is not None and len(key) < 16:
-            raise ValueError(
-                f"the key has {len(key)} bytes: use at least 16 random bytes"
-            )
-        return key
 
     @classmethod
     def names(cls) -> list[str]:

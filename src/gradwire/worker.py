@@ -26,8 +26,9 @@ from ._rpc.messages import GREETING, Greeting
 from ._rref.reference import RRef
 from ._rref.service import References
 from ._transport.base import Card, Transport
-from ._transport.rendezvous import Meeting, Place
+from ._transport.rendezvous import Meeting
 from ._transport.sockets import SocketTransport
+from ._transport.stores import Place
 from ._wire.codec import Codec
 from ._wire.frames import Limits
 from ._wire.functions import main_fingerprint

@@ -3,7 +3,6 @@
 import enum
 import logging
 from dataclasses import FrozenInstanceError
-from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -400,6 +399,7 @@ TEXTS = {
     "switch_interval": ("0", 0.0),
     "key": ("0123456789abcdef", b"0123456789abcdef"),
     "key_file": ("/keys/world", "/keys/world"),
+    "trust_store": ("1", True),
     "max_body": ("4096", 4096),
     "max_bulk": ("8192", 8192),
     "world": ("blue", "blue"),
@@ -484,19 +484,6 @@ def test_a_bad_value_from_the_environment_is_refused_like_one_from_code(
 def test_options_are_not_changed_afterwards() -> None:
     with pytest.raises(FrozenInstanceError):
         Options().timeout = 1.0  # type: ignore[misc]
-
-
-def test_the_key_comes_from_the_option_before_the_file(tmp_path: Path) -> None:
-    file = tmp_path / "key"
-    file.write_bytes(b"from the file, 16+ bytes\n")
-    assert Options().secret() is None
-    assert Options(key_file=str(file)).secret() == b"from the file, 16+ bytes"
-    assert Options(key=b"k" * 16, key_file=str(file)).secret() == b"k" * 16
-
-
-def test_a_key_that_protects_nothing_is_refused() -> None:
-    with pytest.raises(ValueError, match="the key has 15 bytes"):
-        Options(key=b"k" * 15).secret()
 
 
 def test_the_key_is_not_shown() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 import gradwire as gw
 from gradwire._transport.cluster_environments import cluster_place, host_names
-from gradwire._transport.rendezvous import find_place
+from gradwire._transport.stores import find_place
 from tests.processes import Processes
 from tests.worlds import LIMIT, free_port
 

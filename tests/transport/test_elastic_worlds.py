@@ -9,7 +9,7 @@ import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import gradwire as gw
-from gradwire._transport.rendezvous import Place
+from gradwire._transport.stores import Place
 from gradwire.worker import Worker
 from tests.worlds import (
     close_world,

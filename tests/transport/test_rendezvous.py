@@ -9,7 +9,7 @@ from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
 
 import gradwire as gw
 from gradwire._transport import wait_report
-from gradwire._transport.rendezvous import Place, find_place
+from gradwire._transport.stores import Place, find_place
 from gradwire.worker import Worker
 from tests.worlds import (
     LIMIT,
@@ -386,7 +386,7 @@ def test_each_round_of_a_world_has_its_own_key() -> None:
     store = HashStore()
     for _ in range(2):
         close_world(open_world(2, store=store))
-    assert store.get("gradwire/default/0/key") != store.get("gradwire/default/1/key")
+    assert store.get("gradwire/default/0/salt") != store.get("gradwire/default/1/salt")
 
 
 def test_a_world_starts_anew_at_the_same_tcp_address() -> None:

@@ -6,6 +6,7 @@ Strangers here are raw sockets that say what they like, to workers in this proce
 import hmac
 import io
 import logging
+import os
 import pickle
 import socket
 import struct
@@ -19,9 +20,10 @@ import cloudpickle
 import psutil
 import pytest
 import torch
-from torch.distributed import HashStore
+from torch.distributed import HashStore, Store
 
 import gradwire as gw
+from gradwire._transport import key_files
 from gradwire._transport.handshake import (
     CHALLENGE_SIZE,
     HELLO_SIZE,
@@ -31,15 +33,28 @@ from gradwire._transport.handshake import (
     new_hello,
     prove,
 )
+from gradwire._transport.key_files import given
+from gradwire._transport.keys import derive, seal
 from gradwire._transport.rendezvous import Meeting
+from gradwire._transport.stores import Place, find_place
 from gradwire._wire.frames import HEADER, VERSION
 from gradwire._wire.messages import CALL
 from gradwire.options import Options
 from gradwire.worker import Worker
-from tests.worlds import LIMIT, close_world, open_world, socket_world, wait_until
+from tests.worlds import (
+    LIMIT,
+    close_world,
+    free_port,
+    join_world,
+    open_world,
+    socket_world,
+    together,
+    wait_until,
+)
 
 KEY = b"sixteen or more bytes of secret"
 WRONG_KEY = b"sixteen or more bytes of guess"
+PRIVATE = 0o600
 
 
 @pytest.fixture
@@ -83,11 +98,18 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-def shake_hands(sock: socket.socket, key: bytes, purpose: Purpose, me: int = 1) -> None:
+def key_of(worker: Worker) -> bytes:
+    return worker._transport._endpoint.key
+
+
+def shake_hands(
+    sock: socket.socket, worker: Worker, purpose: Purpose, me: int = 1
+) -> None:
     """Connect as worker `me` to worker 0, as one who knows the key."""
     hello = new_hello(purpose, me, 0, 12345).to_bytes()
     sock.sendall(hello)
-    sock.sendall(prove(key, hello, receive_exactly(sock, CHALLENGE_SIZE)))
+    answer = receive_exactly(sock, CHALLENGE_SIZE)
+    sock.sendall(prove(key_of(worker), hello, answer))
     assert receive_exactly(sock, 1) == b"."
 
 
@@ -193,7 +215,7 @@ def test_a_recorded_handshake_cannot_be_played_again(
     with stranger(target) as sock:
         hello = new_hello(Purpose.LEASED, 1, 0, 12345).to_bytes()
         sock.sendall(hello)
-        proof = prove(KEY, hello, receive_exactly(sock, CHALLENGE_SIZE))
+        proof = prove(key_of(target), hello, receive_exactly(sock, CHALLENGE_SIZE))
         sock.sendall(proof)
         assert receive_exactly(sock, 1) == b"."
     with stranger(target) as sock:
@@ -210,7 +232,7 @@ def test_a_hello_of_another_version_is_told_apart(
         sock.sendall(hello)
         answer = receive_exactly(sock, CHALLENGE_SIZE)
         with pytest.raises(gw.ProtocolError, match="it speaks version"):
-            prove(KEY, hello, answer)
+            prove(key_of(target), hello, answer)
         assert is_closed(sock)
     journal.wait_for("wrong_version")
 
@@ -223,7 +245,7 @@ def test_a_hello_for_another_worker_is_refused(
         sock.sendall(hello)
         answer = receive_exactly(sock, CHALLENGE_SIZE)
         with pytest.raises(gw.ProtocolError, match="it refuses: wrong_worker"):
-            prove(KEY, hello, answer)
+            prove(key_of(target), hello, answer)
         assert is_closed(sock)
     journal.wait_for("wrong_worker")
 
@@ -283,7 +305,7 @@ def test_who_hangs_up_right_after_the_handshake_harms_nobody(
         with stranger(target) as sock:
             hello = new_hello(purpose, 99, 0, link).to_bytes()
             sock.sendall(hello)
-            proof = prove(KEY, hello, receive_exactly(sock, CHALLENGE_SIZE))
+            proof = prove(key_of(target), hello, receive_exactly(sock, CHALLENGE_SIZE))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
             sock.sendall(proof)
 
@@ -296,11 +318,16 @@ def check_calls(workers: list[Worker]) -> None:
     assert workers[1].rpc_sync("worker0", max, (1, 2)) == 2
 
 
-def key_of(worker: Worker) -> bytes:
-    return worker._transport._endpoint.key
+def written_in(store: Store) -> dict[str, bytes]:
+    """All that a store has, by what it is."""
+    names = [name for name in SAID if store.check([f"gradwire/default/0/{name}"])]
+    return {name: store.get(f"gradwire/default/0/{name}") for name in names}
 
 
-def test_without_a_key_a_random_one_is_shared_through_the_store() -> None:
+SAID = "size salt secret digest key failed card/0 card/1".split()
+
+
+def test_without_a_key_it_is_this_users_and_differs_by_world(tmp_path: Path) -> None:
     store = HashStore()
     with socket_world(2, store=store) as workers:
         check_calls(workers)
@@ -311,20 +338,37 @@ def test_without_a_key_a_random_one_is_shared_through_the_store() -> None:
         assert key_of(other) != key
 
 
-def test_a_key_given_in_code_never_enters_the_store() -> None:
+@pytest.mark.parametrize("options", [{}, {"key": KEY}], ids=["no key", "a key"])
+def test_no_secret_enters_the_store(options: dict[str, Any]) -> None:
     store = HashStore()
-    with socket_world(2, store=store, key=KEY) as workers:
+    with socket_world(2, store=store, **options) as workers:
         check_calls(workers)
-        assert key_of(workers[0]) == KEY
-    assert not store.check(["gradwire/default/0/key"])
+        key, written = key_of(workers[0]), written_in(store)
+        assert sorted(written) == ["card/0", "card/1", "digest", "salt", "size"]
+        for secret in (key, KEY, key_files.own()):
+            for form in (secret, secret.hex().encode()):
+                assert not any(form in value for value in written.values())
+        hidden = [derive(value, written["salt"]) for value in written.values()]
+        assert key not in hidden
+
+
+def test_a_store_that_is_trusted_shares_a_random_secret(journal: Journal) -> None:
+    store = HashStore()
+    with socket_world(2, store=store, trust_store=True) as workers:
+        check_calls(workers)
+        written = written_in(store)
+        assert key_of(workers[0]) == derive(written["secret"], written["salt"])
+    journal.wait_for("whoever reads it can run any code")
 
 
 def test_the_key_can_come_from_a_file(tmp_path: Path) -> None:
     file = tmp_path / "key"
-    file.write_bytes(KEY + b"\n")
-    with socket_world(2, key_file=str(file)) as workers:
+    key_files.create(file)
+    store = HashStore()
+    with socket_world(2, key_file=str(file), store=store) as workers:
         check_calls(workers)
-        assert key_of(workers[0]) == KEY
+        secret, salt = file.read_bytes().strip(), written_in(store)["salt"]
+        assert key_of(workers[0]) == derive(secret, salt)
 
 
 @pytest.mark.parametrize("variable", ["GRADWIRE_KEY", "GRADWIRE_KEY_FILE"])
@@ -332,16 +376,90 @@ def test_the_key_can_come_from_the_environment(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
 ) -> None:
     file = tmp_path / "key"
+    file.touch(PRIVATE)
     file.write_bytes(KEY)
     value = KEY.decode() if variable == "GRADWIRE_KEY" else str(file)
     monkeypatch.setenv(variable, value)
-    with socket_world(2) as workers:
+    store = HashStore()
+    with socket_world(2, store=store) as workers:
         check_calls(workers)
-        assert key_of(workers[0]) == KEY
+        assert key_of(workers[0]) == derive(KEY, written_in(store)["salt"])
+
+
+@pytest.mark.parametrize("mode", [0o644, 0o604, 0o660])
+def test_a_key_file_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
+    file = tmp_path / "key"
+    key_files.create(file)
+    assert file.stat().st_mode & 0o777 == PRIVATE
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=f"can be read by others .mode {mode:04o}"):
+        open_world(1, key_file=str(file))
+
+
+def test_a_new_key_does_not_take_the_place_of_another(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    key_files.create(file)
+    with pytest.raises(FileExistsError):
+        key_files.create(file)
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where this user's own key lies; as on a machine that has none yet."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    return tmp_path / f"gradwire-{os.geteuid()}"
+
+
+def test_a_users_own_key_is_made_once_and_for_nobody_else(machine: Path) -> None:
+    found = together(*(key_files.own for _ in range(8)))
+    assert len(set(found)) == 1
+    assert machine.stat().st_mode & 0o777 == 0o700
+    (file,) = machine.iterdir()
+    assert file.stat().st_mode & 0o777 == PRIVATE
+
+
+def test_a_folder_of_keys_that_others_can_enter_is_refused(machine: Path) -> None:
+    machine.mkdir()
+    machine.chmod(0o755)
+    with pytest.raises(gw.GradwireError, match="others may enter it"):
+        open_world(1)
+
+
+def test_a_folder_of_keys_that_leads_elsewhere_is_refused(
+    machine: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "others").mkdir(mode=0o700)
+    machine.symlink_to(tmp_path / "others")
+    with pytest.raises(gw.GradwireError, match="remove it"):
+        open_world(1)
+
+
+def test_workers_of_two_machines_are_told_what_to_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    machines = iter([b"the one machine's", b"the other machine's"])
+    monkeypatch.setattr(key_files, "own", lambda: next(machines))
+    with pytest.raises(gw.GradwireError, match=r"several machines.*GRADWIRE_KEY_FILE"):
+        open_world(2, join_timeout=LIMIT)
+
+
+def test_the_key_comes_from_the_option_before_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.touch(PRIVATE)
+    file.write_bytes(b"from-the-file,-16+-bytes\n")
+    assert given(Options()) == ()
+    assert given(Options(key_file=str(file))) == (b"from-the-file,-16+-bytes",)
+    assert given(Options(key=b"k" * 16, key_file=str(file))) == (b"k" * 16,)
+
+
+def test_a_key_that_protects_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match="the key has 15 bytes"):
+        given(Options(key=b"k" * 15))
 
 
 def test_a_short_key_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "key"
+    file.touch(PRIVATE)
     file.write_bytes(b"secret\n")
     for options in ({"key": b"secret"}, {"key_file": str(file)}):
         with pytest.raises(ValueError, match="the key has 6 bytes: use at least 16"):
@@ -365,8 +483,11 @@ def test_the_key_is_not_shown() -> None:
 def test_another_key_fails_the_call_and_names_the_worker(
     unix_sockets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # The store tells, too, as far as it can be trusted.
+    # The store tells, too, as far as it can be trusted; and so do cards.
     monkeypatch.setattr(Meeting, "_compare_key", lambda self, key: None)
+    monkeypatch.setattr(
+        "gradwire._transport.keys.unseal", lambda key, sealed: sealed[64:]
+    )
     apart = {0: {"key": KEY}, 1: {"key": WRONG_KEY}}
     workers = open_world(2, apart=apart, unix_sockets=unix_sockets)
     problem = "worker 'worker1': it does not know this world's key"
@@ -377,6 +498,98 @@ def test_another_key_fails_the_call_and_names_the_worker(
     assert workers[0].rpc_sync("worker0", max, (1, 2)) == 2
     assert workers[0]._agent.caller.in_flight == 0
     close_world(workers, graceful=False)
+
+
+# Stores
+
+
+def move(card: bytes) -> bytes:
+    """Lead to another address."""
+    return card[:64] + card[64:].replace(b"127.0.0.1", b"127.0.0.2")
+
+
+def forge(card: bytes) -> bytes:
+    """Seal it anew, without the key."""
+    moved = move(card)[64:]
+    return seal(derive(WRONG_KEY, b""), moved)
+
+
+CHANGES = pytest.mark.parametrize(
+    "change",
+    [move, forge, lambda card: card[64:], lambda _: b"?"],
+    ids=["moved", "forged", "without a seal", "nonsense"],
+)
+REFUSED = "refused the card of worker 0 at .*: it was changed there"
+
+
+def rewrite(store: Store, name: str, change: Callable[[bytes], bytes]) -> None:
+    """What someone does who can write to the store."""
+    key = f"gradwire/default/{name}"
+    wait_until(lambda: store.check([key]))
+    store.set(key, change(store.get(key)).decode())
+
+
+@CHANGES
+def test_a_card_that_was_changed_in_the_store_is_refused(
+    change: Callable[[bytes], bytes],
+) -> None:
+    store = HashStore()
+
+    def first() -> None:
+        try:
+            join_world("first", Place(store, 0, 2, None), key=KEY).close()
+        except gw.GradwireError:
+            pass  # the second one has given the world up before it was complete
+
+    def second() -> None:
+        rewrite(store, "0/card/0", change)
+        with pytest.raises(gw.AuthenticationError, match=REFUSED):
+            join_world("second", Place(store, 1, 2, None), key=KEY)
+
+    together(first, second)
+
+
+@CHANGES
+def test_a_newcomer_refuses_a_card_that_was_changed(
+    change: Callable[[bytes], bytes],
+) -> None:
+    store = HashStore()
+    place = Place(store, None, None, None)
+    with join_world("first", place, key=KEY):
+        rewrite(store, "elastic/card/0", change)
+        with pytest.raises(gw.AuthenticationError, match=REFUSED):
+            join_world("second", place, key=KEY)
+
+
+def test_the_card_of_another_worker_is_refused() -> None:
+    store = HashStore()
+    place = Place(store, None, None, None)
+    with join_world("first", place, key=KEY), join_world("second", place, key=KEY):
+        other = store.get("gradwire/default/elastic/card/1")
+        rewrite(store, "elastic/card/0", lambda card: other)
+        with pytest.raises(gw.AuthenticationError, match="it is the card of worker 1"):
+            join_world("third", place, key=KEY)
+
+
+def listening(port: int) -> list[str]:
+    """The addresses at which this process listens on a port."""
+    connections = psutil.Process().net_connections("tcp")
+    return [
+        c.laddr.ip for c in connections if c.laddr.port == port and c.status == "LISTEN"
+    ]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_store_listens_on_the_address_asked_for(host: str) -> None:
+    port = free_port()
+    place = find_place(f"tcp://{host}:{port}", None, 0, 1, LIMIT)
+    assert place.store.check(["nothing"]) is False
+    assert listening(port) in (["127.0.0.1"], ["::1"])
+
+
+def test_the_file_of_a_store_is_for_its_user_alone(tmp_path: Path) -> None:
+    find_place(f"file://{tmp_path}/meet", None, 0, 1, LIMIT)
+    assert (tmp_path / "meet").stat().st_mode & 0o777 == PRIVATE
 
 
 # Addresses
@@ -420,7 +633,7 @@ def member(purpose: Purpose) -> Iterator[tuple[socket.socket, list[Worker]]]:
     workers[2].shutdown(graceful=False)
     workers.pop()
     with stranger(workers[0]) as sock:
-        shake_hands(sock, KEY, purpose, me=2)
+        shake_hands(sock, workers[0], purpose, me=2)
         yield sock, workers
     check_calls(workers)
     close_world(workers, graceful=False)
@@ -446,7 +659,7 @@ def test_an_announced_length_takes_memory_only_as_bytes_arrive(
 ) -> None:
     process, traffic = psutil.Process(), target._transport.traffic
     with stranger(target) as sock:
-        shake_hands(sock, KEY, purpose)
+        shake_hands(sock, target, purpose)
         before = process.memory_info().rss
         for data in (header(**announced), bytes(1000)):
             so_far = traffic.received
@@ -514,7 +727,8 @@ def test_a_second_shared_connection_is_refused(journal: Journal) -> None:
     with member(Purpose.SHARED) as (_, workers), stranger(workers[0]) as second:
         hello = new_hello(Purpose.SHARED, 2, 0, 12345).to_bytes()
         second.sendall(hello)
-        second.sendall(prove(KEY, hello, receive_exactly(second, CHALLENGE_SIZE)))
+        answer = receive_exactly(second, CHALLENGE_SIZE)
+        second.sendall(prove(key_of(workers[0]), hello, answer))
         assert is_closed(second)
         journal.wait_for("second shared connection")
 
@@ -523,7 +737,7 @@ def test_one_who_knows_the_key_but_is_not_in_the_world_is_not_served(
     workers: list[Worker],
 ) -> None:
     with stranger(workers[0]) as sock:
-        shake_hands(sock, KEY, Purpose.LEASED, me=99)
+        shake_hands(sock, workers[0], Purpose.LEASED, me=99)
         body = pickle.dumps((CALLED.append, ("it ran",), {}, None))
         sock.sendall(header(body=len(body)) + body)
         assert is_closed(sock)
@@ -549,7 +763,7 @@ def test_a_worker_with_an_allow_list_unpickles_nothing(unpickled: list[str]) -> 
     for encoding in (1, 2, 5):
         workers = open_world(2, key=KEY, allow=[max])
         with stranger(workers[0]) as sock:
-            shake_hands(sock, KEY, Purpose.LEASED)
+            shake_hands(sock, workers[0], Purpose.LEASED)
             sock.sendall(header(encoding=encoding, body=len(body)) + body)
             fields = HEADER.unpack(receive_exactly(sock, HEADER.size))
             answer = receive_exactly(sock, fields[3])

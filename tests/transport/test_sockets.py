@@ -16,7 +16,7 @@ from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire._transport import addresses, poller, shared_memory
-from gradwire._transport.rendezvous import Place
+from gradwire._transport.stores import Place
 from gradwire.worker import Worker
 from tests.transport.calls import (
     both_ways,

@@ -7,9 +7,10 @@ reads after the other has published. Ids come from a counter that only grows.
 
     <world>/joined             how often someone began to join a world of fixed size
     <world>/<round>/size       how many workers the round is for (fixed size)
-    <world>/<round>/key        the world's secret, unless the user gave one
-    <world>/<round>/digest     of the secret, to find one that differs (fixed size)
-    <world>/<round>/card/<id>  a worker's card
+    <world>/<round>/salt       tells the keys of worlds apart (`keys.py`)
+    <world>/<round>/secret     only with `Options.trust_store`
+    <world>/<round>/digest     of the key, to find one that differs (fixed size)
+    <world>/<round>/card/<id>  a worker's card, sealed
     <world>/<round>/failed     why this round came to nothing (fixed size)
     <world>/<round>/ids        how many ids were drawn (elastic worlds)
     <world>/<round>/name/<n>   the id of the worker of that name (elastic worlds)
@@ -17,192 +18,46 @@ reads after the other has published. Ids come from a counter that only grows.
 
 The round goes up each time a world of fixed size starts anew over the same store: so many begin to
 join in each as the world is large, and none in one that has failed. Elastic worlds have one round.
+
+Who can write to the store can keep a world from meeting and make workers count as gone, and can do
+no more: cards are sealed.
 """
 
 from __future__ import annotations
 
 import hmac
-import os
+import logging
 import secrets
-import socket
-import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from pathlib import Path
-from urllib.parse import ParseResult, parse_qs, urlparse
 
-from torch.distributed import (  # type: ignore[attr-defined]
-    FileStore,
-    PrefixStore,
-    Store,
-    TCPStore,
-)
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from ..errors import AuthenticationError, ClosedError, GradwireError
+from ..errors import AuthenticationError, ClosedError, GradwireError, ProtocolError
 from ..options import Options
+from . import key_files, keys
 from .base import Card
-from .cluster_environments import cluster_place
 from .connector import is_alive
-from .wait_report import WaitReport, wait_for_listener
+from .stores import Place, check_place
+from .wait_report import WaitReport
+
+log = logging.getLogger("gradwire")
 
 _STEP = 0.05
-_REOPEN = 10.0  # seconds for an old store at the same port to go away
 _PROBE = 2.0  # seconds to find out whether someone answers
 _LONGEST_PAUSE = 1.0
 
 
-@dataclass(slots=True)
-class Place:
-    """Where workers meet, and who this worker is there."""
-
-    store: Store
-    rank: int | None
-    size: int | None
-    host: str | None
-    """Another machine of the world, if there is one: that of the store, if that is another."""
-    where: str = "the store"
-    """For people."""
+_SAME = (
+    "workers on several machines, or of several users, need GRADWIRE_KEY_FILE or GRADWIRE_KEY with "
+    "the same key: `gradwire key FILE` makes one; GRADWIRE_TRUST_STORE=1 shares one through the "
+    "store, on a network where nobody else reads that"
+)
 
 
-def find_place(
-    method: str | None,
-    store: Store | None,
-    rank: int | None,
-    size: int | None,
-    timeout: float,
-) -> Place:
-    """The store that `env://`, `tcp://host:port`, `file:///path` or an object stand for.
-
-    Raises:
-        ValueError: something is missing or makes no sense; says what.
-        GradwireError: the store cannot be reached.
-    """
-    if store is not None:
-        return Place(store, rank, size, _remote_host(_host_of(store)))
-    url = urlparse(method or "env://")
-    if url.scheme not in ("env", "tcp", "file"):
-        raise ValueError(f"{method!r}: use env://, tcp://host:port or file:///path")
-    is_env = url.scheme == "env"
-    cluster = cluster_place(os.environ if is_env else {})
-    settings = {**cluster.variables, **os.environ} if is_env else {}
-    settings |= {k.upper(): values[-1] for k, values in parse_qs(url.query).items()}
-    rank = _number("RANK", settings) if rank is None else rank
-    size = _number("WORLD_SIZE", settings) if size is None else size
-    if is_env and rank is None and "MASTER_ADDR" not in settings:
-        raise ValueError(_no_launcher())
-    _check_place(rank, size)
-    if url.scheme == "file":
-        path = url.netloc + url.path
-        if not path:
-            raise ValueError(f"{method!r} names no file: use file:///path")
-        return Place(FileStore(path), rank, size, None, f"file://{path}")
-    host, port = _env_address(settings, cluster.hint) if is_env else _tcp_address(url)
-    # torchrun's agent hosts the store that it tells its workers about.
-    hosting = rank == 0 and settings.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    found = _tcp_store(host, port, hosting, timeout)
-    elsewhere = cluster.neighbor or _remote_host(host)
-    return Place(found, rank, size, elsewhere, f"tcp://{host}:{port}")
-
-
-def _no_launcher() -> str:
-    script = Path(sys.argv[0]).name or "train.py"
-    return (
-        "RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are not set: start the program with "
-        f"`gradwire launch -n 4 {script}`, or give init_rpc a rank, a world_size and "
-        "init_method='tcp://host:port'"
-    )
-
-
-def _number(name: str, settings: Mapping[str, str]) -> int | None:
-    text = settings.get(name)
-    try:
-        return None if text is None else int(text)
-    except ValueError:
-        raise ValueError(f"{name}={text!r}: must be a number") from None
-
-
-def _tcp_address(url: ParseResult) -> tuple[str, int]:
-    if url.hostname is None or url.port is None:
-        raise ValueError(f"{url.geturl()!r} lacks a host or port: use tcp://host:port")
-    return url.hostname, url.port
-
-
-def _env_address(settings: Mapping[str, str], hint: str) -> tuple[str, int]:
-    host, port = settings.get("MASTER_ADDR"), _number("MASTER_PORT", settings)
-    if host is None or port is None:
-        missing = "MASTER_ADDR" if host is None else "MASTER_PORT"
-        hint = hint or "set it (env://), or give init_method='tcp://host:port'"
-        raise ValueError(f"{missing} is not set: {hint}")
-    return host, port
-
-
-def _host_of(store: Store) -> str | None:
-    while isinstance(store, PrefixStore):
-        store = store.underlying_store
-    return getattr(store, "host", None)
-
-
-def _remote_host(host: str | None) -> str | None:
-    if not host:
-        return None
-    try:
-        found = {info[4][0] for info in socket.getaddrinfo(host, None)}
-    except OSError:
-        return host
-    return None if found <= {"127.0.0.1", "::1"} else host
-
-
-def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
-    """The store at that address; retried, since its host may still be closing an old one."""
-    deadline = time.monotonic() + timeout
-    patience = min(deadline, time.monotonic() + _REOPEN)
-    report = WaitReport(lambda: f"port {port} of {host}, which is in use, to be free")
-    while True:
-        if not hosting:
-            wait_for_listener(host, port, max(deadline - time.monotonic(), 0.0))
-        left = max(deadline - time.monotonic(), 0.001)
-        try:
-            return TCPStore(
-                host,
-                port,
-                is_master=hosting,
-                wait_for_workers=False,
-                timeout=timedelta(seconds=left),
-            )
-        except (RuntimeError, ValueError) as error:
-            if time.monotonic() + _STEP > patience or not _is_passing(error):
-                raise GradwireError(_no_store(host, port, hosting, error)) from None
-            report.tick()
-            time.sleep(_STEP)
-
-
-def _no_store(host: str, port: int, hosting: bool, error: Exception) -> str:
-    reason = str(error).partition("\n")[0]
-    if not hosting:
-        return f"cannot reach the store at {host}:{port}: {reason}"
-    if "in use" in str(error).lower():
-        reason = "another program, or another rank 0, uses this port: choose a free one"
-    return f"cannot open the store at {host}:{port}: {reason}"
-
-
-def _is_passing(error: Exception) -> bool:
-    text = str(error).lower()
-    return "in use" in text or "connection reset" in text
-
-
-def _check_place(rank: int | None, size: int | None) -> None:
-    if size is None:
-        return
-    if size < 1:
-        raise ValueError(f"world_size={size}: must be at least 1, or absent")
-    if rank is None or not 0 <= rank < size:
-        raise ValueError(
-            f"rank={rank}: must be in 0..{size - 1} for world_size={size} (or RANK, "
-            "with env://)"
-        )
+def _random() -> bytes:
+    return secrets.token_hex(32).encode()
 
 
 @contextmanager
@@ -221,10 +76,12 @@ class Meeting:
     """One worker's part in a rendezvous."""
 
     def __init__(self, place: Place, options: Options) -> None:
-        _check_place(place.rank, place.size)
+        check_place(place.rank, place.size)
         self._rank, self._size = place.rank, place.size
         self._where = place.where
-        self._own_key = options.secret()
+        self._secrets = key_files.given(options)
+        self._trusts_store = options.trust_store
+        self._key = b""
         self._patience = options.join_timeout
         self._deadline = time.monotonic() + options.join_timeout
         self._world: Store | None = PrefixStore(
@@ -239,26 +96,36 @@ class Meeting:
         return self._size is None
 
     def key(self) -> bytes:
-        """The world's secret: the user's own, or one drawn by whoever came first."""
-        with _store_errors():
-            key = self._own_key
-            if key is None:
-                drawn = secrets.token_hex(32)
-                found = self._store().compare_set("key", "", drawn)
-                key = bytes.fromhex(found.decode())
-            if self._size is not None:
-                self._compare_key(key)
-        return key
+        """The world's key."""
+        if not self._key:
+            with _store_errors():
+                secret = self._secrets[0] if self._secrets else self._common_secret()
+                self._key = keys.derive(secret, self._first("salt", _random()))
+                if self._size is not None:
+                    self._compare_key(self._key)
+        return self._key
+
+    def _common_secret(self) -> bytes:
+        """What workers know without the user's doing."""
+        if not self._trusts_store:
+            return key_files.own()
+        log.warning(
+            "the world's secret is in the store at %s (trust_store): whoever reads it can run any "
+            "code on all workers",
+            self._where,
+        )
+        return self._first("secret", _random())
+
+    def _first(self, name: str, value: bytes) -> bytes:
+        """What whoever came first has put there."""
+        found: bytes = self._store().compare_set(name, "", value.decode())
+        return found
 
     def _compare_key(self, key: bytes) -> None:
         """Name a key that differs from the others' now: later it would be a failed handshake."""
-        digest = hmac.digest(key, b"gradwire rendezvous", "sha256").hex()
-        found = self._store().compare_set("digest", "", digest).decode()
-        if not hmac.compare_digest(found, digest):
-            error = (
-                f"rank {self._rank} has another key than those that came before: give "
-                "all workers the same GRADWIRE_KEY or GRADWIRE_KEY_FILE, or none"
-            )
+        digest = keys.digest(key)
+        if not hmac.compare_digest(self._first("digest", digest), digest):
+            error = f"rank {self._rank} has another key than those that came before: {_SAME}"
             self._store().compare_set("failed", "", error)
             raise AuthenticationError(error)
 
@@ -291,7 +158,8 @@ class Meeting:
         """A worker of an elastic world by its name, if it is there."""
         with self._while_it_lasts() as store:
             if store is not None and store.check([f"name/{name}"]):
-                return self._living(int(store.get(f"name/{name}")))
+                card = self._living(int(store.get(f"name/{name}")))
+                return card if card is not None and card.name == name else None
         return None
 
     def card(self, number: int) -> Card | None:
@@ -328,10 +196,10 @@ class Meeting:
         return [other for other in cards if other is not None]
 
     def _publish(self, card: Card) -> None:
-        data = card.to_bytes().decode()
-        found = self._store().compare_set(f"card/{card.id}", "", data).decode()
+        data = keys.seal(self.key(), card.to_bytes())
+        found = self._first(f"card/{card.id}", data)
         if found != data:
-            other = Card.from_bytes(found.encode())
+            other = self._open(card.id, found)
             raise ValueError(
                 f"rank {card.id} is taken by worker {other.name!r}: "
                 f"give {card.name!r} another rank"
@@ -395,7 +263,24 @@ class Meeting:
     def _published(self, number: int) -> Card | None:
         if not self._has(f"card/{number}"):
             return None
-        return Card.from_bytes(self._store().get(f"card/{number}"))
+        return self._open(number, self._store().get(f"card/{number}"))
+
+    def _open(self, number: int, sealed: bytes) -> Card:
+        """The card of a worker, if one who knows the key has written it.
+
+        Raises:
+            AuthenticationError: somebody else has.
+        """
+        try:
+            card = Card.from_bytes(keys.unseal(self.key(), sealed))
+            if card.id != number:
+                raise ProtocolError(f"it is the card of worker {card.id}")
+        except ProtocolError as error:
+            raise AuthenticationError(
+                f"refused the card of worker {number} at {self._where} ({error}): it was changed "
+                f"there, or is of a worker with another key; {_SAME}"
+            ) from None
+        return card
 
     def _living(self, number: int) -> Card | None:
         return None if self._is_gone(number) else self._published(number)
@@ -447,6 +332,8 @@ class Meeting:
         try:
             elastic = self._size is None and self._world is not None
             yield self._store() if elastic else None
+        except GradwireError:
+            raise
         except RuntimeError:
             self._let_go()
 

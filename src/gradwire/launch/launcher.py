@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
-from .._transport.rendezvous import find_place
+from .._transport.stores import find_place
 from ..cores import usable_cores
 from .nodes import Elsewhere, Nodes
 from .output import Console

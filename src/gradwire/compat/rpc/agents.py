@@ -12,7 +12,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from ... import api as gradwire_api
 from ..._rref.reference import RRef as _RRef
 from ..._transport.base import Transport
-from ..._transport.rendezvous import find_place
+from ..._transport.stores import find_place
 from ...errors import GradwireError, WorkerLostError
 from ...ids import WorkerInfo as _WorkerInfo
 from ...options import Options

@@ -12,7 +12,7 @@ from statistics import median
 
 import torch
 
-from ..._transport.rendezvous import find_place
+from ..._transport.stores import find_place
 from ...errors import GradwireError
 from ...options import Options
 from ...worker import Worker, open_worker

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from ..._transport.rendezvous import find_place
+from ..._transport.stores import find_place
 from ...options import Options
 from ...worker import open_worker
 
