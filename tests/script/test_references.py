@@ -95,9 +95,6 @@ def test_confirmation_is_told(world: World) -> None:
 
 
 def test_the_value_itself_is_for_its_owner(world: World) -> None:
-    def local(rref: RRef[Tensor]) -> Tensor:
-        return rref.local_value()
-
     scripted = script(local)
     assert scripted(RRef(ONES)) is ONES
     with pytest.raises(RuntimeError, match="local_value\\(\\) on a non-owner RRef"):
@@ -114,6 +111,40 @@ def test_they_are_passed_on_and_returned(world: World) -> None:
     assert value.tolist() == back.to_here().tolist() == [2, 2]
     assert type(back) is RRef
     assert back.owner_name() == "worker1"
+
+
+def sum_of_forks(x: Tensor) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(add, x, x))
+
+
+def local(rref: RRef[Tensor]) -> Tensor:
+    return rref.local_value()
+
+
+def fetched(rref: RRef[Tensor]) -> Tensor:
+    return rref.to_here(20.0)
+
+
+@pytest.mark.parametrize(
+    ("get", "to"), [(fetched, "worker1"), (fetched, "worker0"), (local, "worker0")]
+)
+def test_forks_that_wait_for_values_leave_threads_to_those_that_make_them(
+    world: World, get: Any, to: str
+) -> None:
+    make, fetch = script(sum_of_forks), script(get)
+
+    def call(x: Tensor, count: int, to: str) -> Tensor:
+        rrefs = [gw.remote(to, make, (x,)) for _ in range(count)]
+        forks = [torch.jit.fork(fetch, rref) for rref in rrefs]
+        total = torch.zeros(2)
+        for fork in forks:
+            total = total + torch.jit.wait(fork)
+        return total
+
+    count = torch.get_num_interop_threads() + 2
+    scripted = script(call)
+    for _ in range(3):
+        assert scripted(ONES, count, to).tolist() == [2 * count, 2 * count]
 
 
 def test_one_made_by_a_script_is_used_in_python(world: World) -> None:

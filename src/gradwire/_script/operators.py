@@ -96,7 +96,7 @@ def _rpc_async(*given: Any) -> Raw:
 
 def _rpc_sync(*given: Any) -> Raw:
     with scope.entered() as is_torchs_thread:
-        if is_torchs_thread:  # there are few: the script waits without one
+        if is_torchs_thread:  # one of few: blocked, they could deadlock
             return _raw(_call("rpc_async", given))
         return done(_call("rpc_sync", given))
 
@@ -124,24 +124,28 @@ def _raw(call: torch.futures.Future[Any]) -> Raw:
 
 
 def _to_here(box: Raw, timeout: float, is_module: bool) -> Raw:
-    with scope.entered():
+    with scope.entered() as is_torchs_thread:
         rref = box.value()
         if is_module and not rref.is_owner():
             raise RuntimeError(
                 f"{rref} is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
                 f"{rref.owner()}: a script would get a copy of it. Use it there"
             )
+        if is_torchs_thread:  # as in `_rpc_sync`
+            return _raw(rref.to_here_async(None if timeout < 0 else timeout))
         return done(rref.to_here() if timeout < 0 else rref.to_here(timeout))
 
 
 def _local_value(box: Raw) -> Raw:
-    with scope.entered():
+    with scope.entered() as is_torchs_thread:
         rref = box.value()
         if not rref.is_owner():
             raise RuntimeError(
                 f"Can't call RRef.local_value() on a non-owner RRef: {rref} is owned by "
                 f"{rref.owner_name()!r}"
             )
+        if is_torchs_thread:
+            return _raw(rref.to_here_async())
         return done(rref.local_value())
 
 

@@ -9,6 +9,7 @@ from typing import Any, NoReturn, TypeVar
 
 import torch
 
+from ..._rpc.futures import CallFuture
 from ..._rref.held_forks import Fork
 from ..._rref.messages import maker_of, number_of
 from ..._rref.owned_values import OwnedValue
@@ -62,6 +63,9 @@ class RRef(_RRef[T]):
         with _torch_texts(self, "to_here() on it"):
             value: T = self._agent().fetch(self, timeout)
             return value
+
+    def to_here_async(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> CallFuture:
+        return super().to_here_async(self._agent().seconds(timeout))
 
     @uncompiled
     def local_value(self) -> T:
