@@ -193,6 +193,49 @@ def test_forks_and_what_comes_after_a_wait_call_for_the_same_worker(
     assert script(call)() == (["worker0"] * 8, "worker1")
 
 
+def test_fork_and_wait_may_have_other_names(world: World) -> None:
+    begin, end = torch.jit.fork, torch.jit.wait
+
+    def one(to: str) -> str:
+        return gw.rpc_sync(to, whoami)
+
+    scripted = script(one)
+
+    def call(to: str) -> str:
+        return end(begin(scripted, to))
+
+    assert script(call)("worker0") == "worker0"
+
+
+def added_later(to: str, x: Tensor) -> torch.futures.Future[Tensor]:
+    return gw.rpc_async(to, add, (x, x))
+
+
+def test_one_that_returns_a_future_is_called_for_what_the_future_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marked = gw.rpc.functions.async_execution(script(added_later))
+    monkeypatch.setitem(globals(), "added_later", marked)
+
+    def call(x: Tensor) -> Tensor:
+        future = gw.rpc_async("worker1", added_later, ("worker0", x))
+        rref = gw.remote("worker1", added_later, ("worker0", x))
+        now = gw.rpc_sync("worker1", added_later, ("worker0", x))
+        return future.wait() + rref.to_here() + now
+
+    assert script(call)(ONES).tolist() == [6, 6]
+    assert gw.rpc_sync("worker1", added_later, ("worker0", ONES)).tolist() == [2, 2]
+
+
+def test_a_mark_that_scripting_would_lose_is_refused(world: World) -> None:
+    with pytest.raises(RuntimeError, match="put @async_execution above"):
+
+        @script
+        @gw.rpc.functions.async_execution
+        def call(to: str, x: Tensor) -> torch.futures.Future[Tensor]:
+            return gw.rpc_async(to, add, (x, x))
+
+
 def test_many_calls_under_way_hold_no_thread_of_torchs(world: World) -> None:
     def call(x: Tensor) -> Tensor:
         futures = [gw.rpc_async("worker1", add, (x, x)) for _ in range(50)]
@@ -300,22 +343,81 @@ def test_a_python_function_is_refused_by_name(world: World) -> None:
         scripted(ONES)
 
 
-def test_a_function_that_is_not_known_when_scripting_is_refused(world: World) -> None:
-    def call(x: Tensor, function: str) -> Tensor:
-        return gw.rpc_sync("worker1", function, (x,))
+def not_for_scripts(x: Tensor) -> Tensor:
+    import numpy as np
 
-    with pytest.raises(NotSupportedError, match="cannot call 'function' from a script"):
+    return torch.from_numpy(np.zeros(2))
+
+
+def calls_what_cannot_be_scripted(x: Tensor) -> Tensor:
+    return gw.rpc_sync("worker1", not_for_scripts, (x,))
+
+
+def calls_itself(x: Tensor) -> Tensor:
+    return gw.rpc_sync("worker1", calls_itself, (x,))
+
+
+@pytest.mark.parametrize("call", [calls_what_cannot_be_scripted, calls_itself])
+def test_one_that_torchscript_cannot_take_is_refused_when_scripting(
+    world: World, call: Any
+) -> None:
+    with pytest.raises(NotSupportedError, match="it is a Python function"):
         script(call)
 
 
-def test_parameters_that_there_are_not_are_refused(world: World) -> None:
+def calls_a_name(x: Tensor, function: str) -> Tensor:
+    return gw.rpc_sync("worker1", function, (x,))
+
+
+def calls_an_operator(x: Tensor, function: str) -> Tensor:
+    return gw.rpc_sync("worker1", torch.add, (x, x))
+
+
+def calls_a_class(x: Tensor, function: str) -> Tensor:
+    return gw.rpc_sync("worker1", Holder, (x,)).x
+
+
+@pytest.mark.parametrize("call", [calls_a_name, calls_an_operator, calls_a_class])
+def test_what_is_no_scripted_function_is_refused(world: World, call: Any) -> None:
+    with pytest.raises(NotSupportedError, match=r"cannot call '.*' from a script"):
+        script(call)
+
+
+def unknown_parameter(x: Tensor) -> Tensor:
+    return gw.rpc_sync("worker1", add, (x, x), tmeout=1.0)
+
+
+def parameter_given_twice(x: Tensor) -> Tensor:
+    return gw.rpc_sync("worker1", add, (x, x), args=(x, x))
+
+
+def too_many_parameters(x: Tensor) -> Tensor:
+    return gw.rpc_sync("worker1", add, (x, x), None, 1.0, 2)
+
+
+def too_few_parameters(x: Tensor) -> Tensor:
+    return gw.rpc_sync("worker1")
+
+
+CALLS = [
+    unknown_parameter,
+    parameter_given_twice,
+    too_many_parameters,
+    too_few_parameters,
+]
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_parameters_that_a_call_does_not_take(world: World, call: Any) -> None:
+    with pytest.raises(NotSupportedError, match="takes to, func, args, kwargs, time"):
+        script(call)
+
+
+def test_no_timeout_is_the_default(world: World) -> None:
     def call(x: Tensor) -> Tensor:
-        return gw.rpc_sync("worker1", add, (x, x), tmeout=1.0)
+        return gw.rpc_sync("worker1", add, (x, x), None, timeout=None)
 
-    with pytest.raises(
-        NotSupportedError, match="takes to, func, args, kwargs, timeout"
-    ):
-        script(call)
+    assert script(call)(ONES).tolist() == [2, 2]
 
 
 def test_unknown_workers_are_named(world: World) -> None:

@@ -72,6 +72,11 @@ def test_files_of_all_sorts(world: World, tmp_path: Path, kind: str) -> None:
     assert loaded(torch.ones(2), "worker1")[1] == 3
 
 
+def test_a_file_that_there_is_not(world: World, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="does not exist"):
+        torch.jit.load(tmp_path / "none.pt")
+
+
 @pytest.mark.slow
 def test_a_new_process_loads_it(world: World, tmp_path: Path) -> None:
     path = tmp_path / "calls.pt"

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 
+from .._rpc.async_execution import is_async_execution
 from . import compiler
 from .conversions import finisher, typer
 from .references import reference_to
-from .types import annotation, kind_of
+from .types import annotation, awaited, kind_of
 
 names: dict[str, Any] = {}
 """By the name that rewritten scripts have for it, what was generated."""
@@ -57,7 +58,10 @@ def _make_packer(function: Any) -> Any:
 def calling(frontend: str, way: str, function: Any, target: str) -> str:
     """The name of the function that calls another one, which goes by `target`, on a worker."""
     key = (frontend, way, target)
-    return _named(key, lambda: _make_call(*key, function.schema.returns[0].type))
+    kind = function.schema.returns[0].type
+    if is_async_execution(function):  # the caller gets the value of the future
+        kind = awaited(kind)
+    return _named(key, lambda: _make_call(*key, kind))
 
 
 def _make_call(frontend: str, way: str, target: str, kind: Any) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.jit import _builtins, _recursive
 
+from .._rpc.async_execution import is_async_execution
 from . import calls, frontends, pickling, references, rewriting, types
 from .frontends import Frontend
 
@@ -72,7 +73,16 @@ def uninstall(face: Frontend) -> None:
 
 
 def parse_def(function: Any) -> Any:
-    """What torch's own returns, with calls rewritten."""
+    """What torch's own returns, with calls rewritten.
+
+    Raises:
+        RuntimeError: the function is marked async_execution, which scripting would lose.
+    """
+    if is_async_execution(function):
+        raise RuntimeError(
+            f"{function.__qualname__} is marked async_execution before it is scripted: "
+            "put @async_execution above @torch.jit.script"
+        )
     parsed = _parse_def(function)
     if inspect.isfunction(function) or inspect.ismethod(function):
         rewriting.rewrite(function, parsed)
@@ -109,6 +119,8 @@ def load(f: Any, *given: Any, **more: Any) -> Any:
     """What torch's own returns; before that, defines what the code in the file needs."""
     if hasattr(f, "read"):
         f = io.BytesIO(f.read())
+    elif not os.path.exists(f):
+        return _load(f, *given, **more)  # raises what torch raises
     reader = _core.PyTorchFileReader(f if isinstance(f, io.BytesIO) else os.fspath(f))
     for name in reader.get_all_records():
         if name.startswith("code/") and name.endswith(".py"):

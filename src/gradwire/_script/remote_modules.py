@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import linecache
 import sys
+import zlib
 from types import ModuleType
 from typing import Any
 
@@ -147,4 +148,5 @@ def _is_tensor(kind: Any) -> bool:
 
 
 def _word(interface: Any) -> str:
-    return _qualified_name(interface).removeprefix("__torch__.").replace(".", "_")
+    name = _qualified_name(interface).removeprefix("__torch__.")
+    return f"{name.replace('.', '_')}_{zlib.crc32(name.encode()):08x}"

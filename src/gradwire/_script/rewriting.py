@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+import inspect
 import typing
 from typing import Any
 
@@ -32,7 +33,7 @@ from torch.jit.frontend import NotSupportedError
 from . import calls, compiler, frontends, targets
 
 _PARAMETERS = ("to", "func", "args", "kwargs", "timeout")
-_SWITCHING = {"fork", "_fork", "wait", "_wait"}
+_SWITCHING = torch.jit.fork, torch.jit._fork, torch.jit.wait, torch.jit._wait
 
 
 def rewrite(function: Any, parsed: Any) -> None:
@@ -112,8 +113,9 @@ class _Calls(ast.NodeTransformer):
         self.generic_visit(node)
         found = self._found(node)
         if found is None:
-            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
-            self.may_switch |= name in _SWITCHING
+            function = self._names.find(node.func)
+            is_wait = getattr(node.func, "attr", "") == "wait"  # of some future
+            self.may_switch |= is_wait or any(function is one for one in _SWITCHING)
             return node
         return self._call(node, *found)
 
@@ -121,9 +123,8 @@ class _Calls(ast.NodeTransformer):
         return frontends.find(self._names.find(node.func))
 
     def _call(self, node: ast.Call, frontend: str, way: str) -> ast.AST:
-        given = dict(zip(_PARAMETERS, node.args, strict=False))
-        given |= {keyword.arg or "": keyword.value for keyword in node.keywords}
-        function, target = self._target(node, given)
+        given = self._given(node)
+        function, target = self._target(node, given["func"])
         packed = ast.Call(_helper(calls.arguments_of(function)), [], [])
         packed.args = _positional(given.get("args"))
         kwargs = given.get("kwargs", ast.Constant(None))
@@ -131,7 +132,9 @@ class _Calls(ast.NodeTransformer):
             pairs = zip(kwargs.keys, kwargs.values, strict=True)
             packed.keywords = [ast.keyword(key.value, value) for key, value in pairs]  # type: ignore[union-attr]
             kwargs = ast.Constant(None)
-        timeout = given.get("timeout", ast.Constant(-1.0))
+        timeout = given.get("timeout")
+        if timeout is None or _is_none(timeout):
+            timeout = ast.Constant(-1.0)
         timeout = ast.Call(ast.Name("float", ast.Load()), [timeout], [])
         made = ast.Call(
             _helper(calls.calling(frontend, way, function, target)),
@@ -141,25 +144,30 @@ class _Calls(ast.NodeTransformer):
         placed: ast.AST = _placed(made, node)
         return placed
 
-    def _target(self, node: ast.Call, given: dict[str, ast.expr]) -> tuple[Any, str]:
-        """The scripted function that is called, and the name it goes by."""
-        missing = [name for name in ("to", "func") if name not in given]
-        unknown = given.keys() - set(_PARAMETERS)
-        if missing or unknown or len(node.args) > len(_PARAMETERS):
+    def _given(self, node: ast.Call) -> dict[str, ast.expr]:
+        """The arguments of a call, by parameter."""
+        keywords = {keyword.arg or "**": keyword.value for keyword in node.keywords}
+        given = dict(zip(_PARAMETERS, node.args, strict=False)) | keywords
+        is_fit = {"to", "func"} <= given.keys() <= set(_PARAMETERS)
+        if not is_fit or len(given) < len(node.args) + len(node.keywords):
             raise self._refuse(node, f"takes {', '.join(_PARAMETERS)}")
-        function = self._names.find(given["func"])
+        return given
+
+    def _target(self, node: ast.Call, named: ast.expr) -> tuple[Any, str]:
+        """The scripted function that is called, and the name it goes by."""
+        function = self._names.find(named)
         if isinstance(function, torch.jit.ScriptFunction):
             return function, function.qualified_name
-        if not callable(function):
-            raise self._refuse(
-                node,
-                f"cannot call {ast.unparse(given['func'])!r} from a script: name a scripted "
-                "function that is known when the script is compiled",
-            )
-        scripted = compiler.script(
-            function
-        )  # for its signature; the call will be refused
-        return scripted, targets.PYTHON + scripted.qualified_name
+        why = "name a scripted function that is known when the script is compiled"
+        if inspect.isfunction(function):
+            try:
+                scripted = compiler.script(function)
+            except Exception:  # noqa: BLE001 any code
+                why = "it is a Python function: decorate it with @torch.jit.script"
+            else:  # as in torch, the call will be refused when it is made
+                return scripted, targets.PYTHON + scripted.qualified_name
+        what = f"cannot call {ast.unparse(named)!r} from a script: {why}"
+        raise self._refuse(node, what)
 
     def _refuse(self, node: ast.Call, why: str) -> NotSupportedError:
         start = node.col_offset
@@ -207,6 +215,10 @@ def _positional(args: ast.expr | None) -> list[ast.expr]:
 
 def _is_text(node: ast.expr | None) -> bool:
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
+def _is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
 
 
 def _helper(name: str) -> ast.expr:

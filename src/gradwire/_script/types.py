@@ -38,6 +38,11 @@ def kind_of(annotated: Any) -> Any:
     return torch.jit.annotations.ann_to_type(annotated, fake_range())
 
 
+def awaited(kind: Any) -> Any:
+    """T, for the type `Future[T]`; any other type is returned as it is."""
+    return kind.getElementType() if isinstance(kind, torch._C.FutureType) else kind
+
+
 def annotation(kind: Any) -> Any:
     """A class that stands for a type in the text of generated code."""
     key = kind.annotation_str
