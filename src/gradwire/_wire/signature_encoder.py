@@ -70,10 +70,6 @@ _look_at: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
 """What tells tensors of one signature from others; all at once, which takes a third."""
 
 
-_Source = tuple[Any, int]
-"""What reads the bytes at a small tensor's address, and how often they are repeated."""
-
-
 class _Keys(tuple[str, ...]):
     """Those of a dict, in the key of a signature."""
 
@@ -208,7 +204,6 @@ class Encoder:
         self._dump = dump
         self._limits = limits
         self._known: dict[tuple[Any, ...], Known] = {}
-        self._plain: dict[tuple[Any, ...], tuple[Known, list[_Source]]] = {}
 
     def encode(
         self, kind: int, subject: Subject, values: Sequence[Any]
@@ -239,31 +234,6 @@ class Encoder:
 
     def encode_tensors(self, kind: int, message: TensorMessage) -> Parcel | None:
         """A `TensorMessage`, also as a result; or None, as `encode`."""
-        numbers, tensors = message.numbers, message.tensors
-        key: list[Any] = [len(numbers)]
-        try:
-            for t in tensors:
-                if t is None:
-                    key.append(None)
-                else:
-                    key += type(t), _look_at(t), t.stride(), t.storage_offset() > 0
-            known, sources = self._plain[tuple(key)]
-            parts = [known.prefix, known.write(*numbers)]
-            for (read, repeats), tensor in zip(sources, tensors, strict=True):
-                if tensor is None:
-                    continue
-                there = tensor.data_ptr()
-                if not there:
-                    return None  # freed: the general way says so
-                parts.append(read(there).raw * repeats)
-        except (KeyError, RuntimeError, struct.error):
-            return self._encode_any_tensors(kind, message, key)
-        return Parcel(kind, self._encoding, b"".join(parts))
-
-    def _encode_any_tensors(
-        self, kind: int, message: TensorMessage, alike: list[Any]
-    ) -> Parcel | None:
-        """As `encode_tensors`, for any; those that look like small ones are remembered."""
         contents = _Contents(_OF_TENSORS)
         contents.key.append(f"i{len(message.numbers)}")
         contents.numbers += message.numbers
@@ -272,18 +242,12 @@ class Encoder:
                 return None
         except RuntimeError:
             return None
-        known_key = tuple(contents.key)
         is_shared = len(contents.places) < len(contents.tensors)
         if is_shared and any(t.nbytes > INLINE for t in contents.tensors):
             if sum(t.nbytes for t in contents.tensors) > 2 * self._limits.bulk:
                 return None  # too much for the receiver, who copies what is repeated
             contents.find_repeated(INLINE + 1)  # large ones travel once
         encoded = self._put(kind, contents)
-        known = self._known.get(known_key)
-        if known is not None and all(map(_is_plain_source, message.tensors)):
-            if len(self._plain) > _MAX_REMEMBERED:
-                self._plain.clear()
-            self._plain[tuple(alike)] = known, list(map(_source, message.tensors))
         return encoded and encoded[0]
 
     def _put(
@@ -357,26 +321,6 @@ def _in_order(tensor: Tensor | None) -> Tensor | None:
     if tensor.is_complex() or tensor.storage_offset():
         tensor = tensor.resolve_conj().resolve_neg()
     return tensor if in_order else tensor.contiguous()
-
-
-def _is_plain_source(tensor: Tensor | None) -> bool:
-    """Whether all that look like this one are small, and one or all its elements as they are."""
-    return tensor is None or (
-        type(tensor) is Tensor
-        and is_plain(tensor)
-        and 0 < tensor.nbytes <= INLINE
-        and not tensor.is_complex()  # and so not conjugate
-        and not tensor.storage_offset()  # and so not negative
-        and (tensor.is_contiguous() or not any(tensor.stride()))
-    )
-
-
-def _source(tensor: Tensor | None) -> _Source:
-    if tensor is None:
-        return None, 0
-    if tensor.is_contiguous():
-        return raw_bytes.arrays[tensor.nbytes].from_address, 1
-    return raw_bytes.arrays[tensor.itemsize].from_address, tensor.numel()
 
 
 def _is_shape(value: tuple[Any, ...]) -> bool:
