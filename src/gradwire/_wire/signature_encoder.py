@@ -28,7 +28,8 @@ from __future__ import annotations
 
 import pickle
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from ctypes import Array, c_char
 from dataclasses import dataclass
 from itertools import islice
 from operator import attrgetter, itemgetter
@@ -51,6 +52,7 @@ _OF_TENSORS: Subject = (TENSOR_MESSAGE, (), None)
 Pick = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Finds the tensors that require grad among those of a message."""
 Dump = Callable[[Any], bytes]
+_Read = Callable[[int], "Array[c_char]"]
 
 LENGTH = struct.Struct("<I")
 NUMBERS = {"i": "q", "f": "d"}
@@ -81,35 +83,27 @@ class Known:
     """A signature's bytes, and how what follows them is made."""
 
     prefix: bytes
-    pick: Pick
-    reads: list[Any] | None
-    """What reads the bytes of tensors; None: there are large or complex tensors, or too many."""
     write: Callable[..., bytes]
     """What packs the numbers."""
-    offsets: list[int]
+    places: list[tuple[_Read | None, int]]
+    """Of each tensor: what reads its bytes at its address; or None, and its place in the bulk."""
     bulk_length: int
-
-    def split(self, tensors: Sequence[Tensor], parts: list[bytes]) -> list[Piece]:
-        """The large tensors; the bytes of the small ones are added to `parts`."""
-        large = []
-        for tensor in tensors:
-            if tensor.nbytes > INLINE:
-                large.append(tensor.detach().view(-1))
-            else:
-                parts.append(raw_bytes.read(tensor, tensor.nbytes))
-        return [Piece(*p) for p in zip(self.offsets, large, strict=True)]
+    pick: Pick
+    may_be_conjugate: bool
+    is_small: bool
+    """Without other data it is well below the limits."""
 
 
 class _Contents:
     """What is in the values of a message."""
 
-    __slots__ = ("data", "key", "numbers", "places", "tensors")
+    __slots__ = ("data", "key", "numbers", "storages", "tensors")
 
     def __init__(self, subject: Subject) -> None:
         self.key: list[Any] = [subject]
         """What it has in common with others of its signature."""
         self.tensors: list[Tensor] = []
-        self.places: dict[int, int] = {}  # the address of each, by storage
+        self.storages: set[int] = set()  # where their memory begins
         self.numbers: list[int | float] = []
         self.data: list[Any] = []
 
@@ -119,14 +113,14 @@ class _Contents:
         Raises:
             RuntimeError: a tensor has no memory of its own, in order, or no shape.
         """
-        key, tensors, places = self.key, self.tensors, self.places
+        key, tensors, storages = self.key, self.tensors, self.storages
         for value in values:
             kind = type(value)
             if kind is Tensor:
                 there = storage = value.data_ptr()
                 if not there or value.storage_offset() or not value.is_contiguous():
                     storage = _storage(value, there) or -id(value)
-                places[storage] = there
+                storages.add(storage)
                 tensors.append(value)
                 key.append(_look_at(value))
             elif value is None:
@@ -187,13 +181,7 @@ class _Contents:
                 continue
             found[id(tensor)] = len(self.tensors)
             self.tensors.append(tensor)
-        return bool(least) or len(self.tensors) == len(self.places)
-
-    def addresses(self) -> Iterable[int]:
-        """Those of the tensors."""
-        if len(self.places) == len(self.tensors):
-            return self.places.values()
-        return [tensor.data_ptr() for tensor in self.tensors]
+        return bool(least) or len(self.tensors) == len(self.storages)
 
 
 class Encoder:
@@ -219,7 +207,7 @@ class Encoder:
             len(values) == 1 and values[0] is None
         ):  # as so many calls and results
             known = self._known.get((subject, *values))
-            if known is not None and known.reads is not None:
+            if known is not None:
                 return Parcel(kind, self._encoding, known.prefix), ()
         contents = _Contents(subject)
         try:
@@ -227,7 +215,7 @@ class Encoder:
                 return None
         except RuntimeError:
             return None
-        shared = len(contents.places) < len(contents.tensors)
+        shared = len(contents.storages) < len(contents.tensors)
         if shared and not contents.find_repeated():
             return None  # shared storages stay shared the general way
         return self._put(kind, contents)
@@ -242,7 +230,7 @@ class Encoder:
                 return None
         except RuntimeError:
             return None
-        is_shared = len(contents.places) < len(contents.tensors)
+        is_shared = len(contents.storages) < len(contents.tensors)
         if is_shared and any(t.nbytes > INLINE for t in contents.tensors):
             if sum(t.nbytes for t in contents.tensors) > 2 * self._limits.bulk:
                 return None  # too much for the receiver, who copies what is repeated
@@ -263,20 +251,21 @@ class Encoder:
                 parts.append(known.write(*contents.numbers))
             except struct.error:
                 return None  # some of a tuple are too long
-        if known.reads is not None:
-            for read, there in zip(known.reads, contents.addresses(), strict=True):
-                parts.append(read(there).raw)
-            large: list[Piece] = []
-        elif any(t.is_complex() and t.is_conj() for t in contents.tensors):
+        tensors = contents.tensors
+        large: list[Piece] = []
+        if known.may_be_conjugate and any(map(Tensor.is_conj, tensors)):
             return None
-        else:
-            large = known.split(contents.tensors, parts)
+        for tensor, (read, offset) in zip(tensors, known.places, strict=True):
+            if read is None:
+                large.append(Piece(offset, tensor.detach().view(-1)))
+            else:
+                parts.append(read(tensor.data_ptr()).raw)
         if contents.data:
             parts.append(self._dump(contents.data))
         parcel = Parcel(kind, self._encoding, b"".join(parts))
-        if large or contents.data or known.reads is None:
+        if not known.is_small or contents.data:
             parcel.with_bulk(large, known.bulk_length).check(self._limits)
-        return parcel, known.pick(contents.tensors)
+        return parcel, known.pick(tensors)
 
     def _learn(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Known | None:
         known = _describe(key, tensors, self._limits)
@@ -350,20 +339,18 @@ def _describe(
     """What there is to know of messages with this key; None: they have to go the general way."""
     if not all(map(is_plain, tensors)):
         return None
-    reads: list[Any] = []
-    offsets: list[int] = []
+    places: list[tuple[_Read | None, int]] = []
     of_tensors: list[Any] = []
     bulk = length = 0  # of large tensors, and of what is sent as it is
     for tensor in tensors:
-        is_large = tensor.nbytes > INLINE
         spec = (DTYPE_CODES[tensor.dtype], tuple(tensor.shape), tensor.requires_grad)
-        of_tensors.append((*spec, bulk if is_large else -1))
-        if is_large:
-            offsets.append(bulk)
+        if tensor.nbytes > INLINE:
+            places.append((None, bulk))
             bulk = aligned(bulk + tensor.nbytes)
         else:
-            reads.append(raw_bytes.arrays[tensor.nbytes].from_address)
+            places.append((raw_bytes.arrays[tensor.nbytes].from_address, -1))
             length += tensor.nbytes
+        of_tensors.append((*spec, places[-1][1]))
     layout: list[str] = []
     specs = _specs(iter(key[1:]), iter(of_tensors), layout)
     signature = safe_encoding.dumps((*key[0], specs), [])
@@ -372,12 +359,15 @@ def _describe(
     prefix = LENGTH.pack(len(signature)) + signature
     numbers = struct.Struct("<" + "".join(layout))
     length += len(prefix) + numbers.size
-    is_real = not any(tensor.is_complex() for tensor in tensors)
-    is_simple = is_real and not offsets and length <= limits.body
     traced = [n for n, tensor in enumerate(tensors) if tensor.requires_grad]
-    pick = picker(traced, len(tensors))
     return Known(
-        prefix, pick, reads if is_simple else None, numbers.pack, offsets, bulk
+        prefix,
+        numbers.pack,
+        places,
+        bulk,
+        picker(traced, len(tensors)),
+        may_be_conjugate=any(tensor.is_complex() for tensor in tensors),
+        is_small=not bulk and length <= limits.body,
     )
 
 
