@@ -31,14 +31,85 @@ _MOST_LEASED = 8  # to one worker
 _LEASE_IDLE = 5.0  # a connection unused for so long is closed, unless it is the last
 _MEMORY_IDLE = 30.0
 
-Ended = Callable[["OutgoingConnections | IncomingConnections", "str | None"], None]
+Ended = Callable[["Connections", "str | None"], None]
 
 
-class OutgoingConnections:
+class Connections:
+    """What both ends have. The end of the shared connection is the end of all."""
+
+    is_remote = False
+    """Whether they could break without either kernel noticing."""
+
+    def __init__(self, endpoint: Endpoint, peer: int, ended: Ended) -> None:
+        self.peer = peer
+        self.shared: Connection | None = None
+        self._endpoint = endpoint
+        self._on_ended = ended
+        self._leased: set[Connection] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._reason: str | None = None  # why they have ended
+        self._side: socket.socket | None = None
+        self._pool: SegmentPool | None = None
+        self._map: SegmentMap | None = None
+
+    @property
+    def was_used(self) -> bool:
+        """Whether their end is the end of the other worker."""
+        return True
+
+    def tick(self) -> None:
+        """Now and then: free what is not used."""
+        if self._pool is not None:
+            self._pool.trim(_MEMORY_IDLE)
+
+    def close(self, *, goodbye: bool) -> None:
+        """End them. Calls in flight fail."""
+        if self.shared is None:
+            self._end()
+            return
+        if goodbye:
+            self.shared.queue.say_goodbye()
+        self.shared.end(None)
+
+    def _connection(self, sock: socket.socket, *, is_leased: bool) -> Connection:
+        framed = self._endpoint.framed(sock, self._pool, self._map)
+        return Connection(
+            self._endpoint,
+            framed,
+            self.peer,
+            is_leased=is_leased,
+            ended=self._lease_ended if is_leased else self._shared_ended,
+        )
+
+    def _share_memory(self, side: socket.socket) -> None:
+        self._side = side
+        self._pool, self._map = SegmentPool(side), SegmentMap(side)
+
+    def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
+        with self._lock:
+            self._leased.discard(connection)
+
+    def _shared_ended(self, connection: Connection, why: BaseException | None) -> None:
+        if why is not None and not connection.said_goodbye:  # else one of us has left
+            self._reason = describe_end(why)
+        self._end()
+
+    def _end(self) -> None:
+        with self._lock:
+            self._closed = True
+            leased = list(self._leased)
+        for connection in leased:
+            connection.end(None)
+        if self._side is not None:
+            self._side.close()
+        self._on_ended(self, self._reason)
+
+
+class OutgoingConnections(Connections):
     """The connector's end."""
 
-    was_used = True
-    """Whether its end is the end of the other worker."""
+    shared: Connection
 
     def __init__(
         self,
@@ -50,24 +121,16 @@ class OutgoingConnections:
         deadline: float | None,
         ended: Ended,
     ) -> None:
-        self.peer = to.id
-        self._endpoint = endpoint
+        super().__init__(endpoint, to.id, ended)
         self._to = to
         self._dialer = dialer
-        self._on_ended = ended
         self._idle: list[Connection] = []
-        self._leased: set[Connection] = set()  # all but the shared one
         self._opening = 0
-        self._lock = threading.Lock()
-        self._closed = False
-        self._reason: str | None = None  # why it has ended
-        self._side: socket.socket | None = None
-        self._pool: SegmentPool | None = None
-        self._map: SegmentMap | None = None
         first = dialer.open_first(deadline)
+        self.is_remote = not dialer.by_unix
         try:
-            if memory and dialer.by_unix:
-                self._share_memory(deadline)
+            if memory and dialer.by_unix and shared_memory.is_available():
+                self._share_memory_from(deadline)
         except BaseException:
             first.close()
             raise
@@ -81,14 +144,9 @@ class OutgoingConnections:
             f"{len(self._leased)} leased>"
         )
 
-    @property
-    def is_remote(self) -> bool:
-        """Whether they could break without either kernel noticing."""
-        return not self._dialer.by_unix
-
     def describe(self) -> str:
         """How they are made, for people."""
-        if not self._dialer.by_unix:
+        if self.is_remote:
             return "TCP"
         return "Unix sockets" + (", shared memory" if self._pool is not None else "")
 
@@ -170,17 +228,10 @@ class OutgoingConnections:
                 except ValueError:
                     continue  # it was leased just now
                 connection.end(None)
-        if self._pool is not None:
-            self._pool.trim(_MEMORY_IDLE)
+        super().tick()
 
     def ping(self) -> None:
         self.shared.note(PING)
-
-    def close(self, *, goodbye: bool) -> None:
-        """End them. Calls in flight fail."""
-        if goodbye:
-            self.shared.queue.say_goodbye()
-        self.shared.end(None)
 
     def _open(self, deadline: float | None) -> Connection:
         # Tried once: the shared connection will do.
@@ -196,58 +247,18 @@ class OutgoingConnections:
             raise WorkerLostError(self._to.name, self._reason or "connection closed")
         return connection
 
-    def _connection(self, sock: socket.socket, *, is_leased: bool) -> Connection:
-        framed = self._endpoint.framed(sock, self._pool, self._map)
-        return Connection(
-            self._endpoint,
-            framed,
-            self.peer,
-            is_leased=is_leased,
-            ended=self._lease_ended if is_leased else self._shared_ended,
-        )
-
-    def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
-        with self._lock:
-            self._leased.discard(connection)
-
-    def _shared_ended(self, connection: Connection, why: BaseException | None) -> None:
-        self._reason = end_reason(connection, why)
-        with self._lock:
-            self._closed = True
-            leased = list(self._leased)
-        for one in leased:
-            one.end(None)
-        self._idle.clear()
-        if self._side is not None:
-            self._side.close()
-        self._on_ended(self, self._reason)
-
-    def _share_memory(self, deadline: float | None) -> None:
-        if not shared_memory.is_available():
-            return
+    def _share_memory_from(self, deadline: float | None) -> None:
         try:
-            self._side = self._dialer.open(Purpose.SEGMENTS, deadline)
+            self._share_memory(self._dialer.open(Purpose.SEGMENTS, deadline))
         except WorkerLostError as error:
             log.debug("no shared memory with %s: %s", self._to.name, error)
-            return
-        self._pool, self._map = SegmentPool(self._side), SegmentMap(self._side)
 
 
-class IncomingConnections:
+class IncomingConnections(Connections):
     """The acceptor's end."""
 
     def __init__(self, endpoint: Endpoint, peer: int, ended: Ended) -> None:
-        self.peer = peer
-        self.shared: Connection | None = None
-        self.is_remote = False
-        self._endpoint = endpoint
-        self._on_ended = ended
-        self._leased: set[Connection] = set()
-        self._side: socket.socket | None = None
-        self._pool: SegmentPool | None = None
-        self._map: SegmentMap | None = None
-        self._lock = threading.Lock()
-        self._closed = False
+        super().__init__(endpoint, peer, ended)
         self._silent_since = 0.0
 
     def __repr__(self) -> str:
@@ -268,7 +279,11 @@ class IncomingConnections:
             if self._closed:
                 raise ProtocolError("its other connections have ended")
             if purpose is Purpose.SEGMENTS:
+                if self._side is not None or not shared_memory.is_available():
+                    raise ProtocolError("unexpected connection for shared memory")
                 self._share_memory(sock)
+                if self.shared is not None:
+                    self.shared.framed.share_memory(self._pool, self._map)
                 return
             if purpose is Purpose.LEASED:
                 leased = self._connection(sock, is_leased=True)
@@ -281,57 +296,3 @@ class IncomingConnections:
             self.shared = self._connection(sock, is_leased=False)
             self._silent_since = self.shared.heard_at
         self.shared.start()
-
-    def tick(self) -> None:
-        if self._pool is not None:
-            self._pool.trim(_MEMORY_IDLE)
-
-    def close(self, *, goodbye: bool) -> None:
-        if self.shared is None:
-            self._end_all(None)
-            return
-        if goodbye:
-            self.shared.queue.say_goodbye()
-        self.shared.end(None)
-
-    def _share_memory(self, sock: socket.socket) -> None:
-        if self._side is not None or not shared_memory.is_available():
-            raise ProtocolError("unexpected connection for shared memory")
-        self._side = sock
-        self._pool, self._map = SegmentPool(sock), SegmentMap(sock)
-        if self.shared is not None:
-            self.shared.framed.share_memory(self._pool, self._map)
-
-    def _connection(self, sock: socket.socket, *, is_leased: bool) -> Connection:
-        framed = self._endpoint.framed(sock, self._pool, self._map)
-        return Connection(
-            self._endpoint,
-            framed,
-            self.peer,
-            is_leased=is_leased,
-            ended=self._lease_ended if is_leased else self._shared_ended,
-        )
-
-    def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
-        with self._lock:
-            self._leased.discard(connection)
-
-    def _shared_ended(self, connection: Connection, why: BaseException | None) -> None:
-        self._end_all(end_reason(connection, why))
-
-    def _end_all(self, reason: str | None) -> None:
-        with self._lock:
-            self._closed = True
-            leased = list(self._leased)
-            side, self._side = self._side, None
-        for connection in leased:
-            connection.end(None)
-        if side is not None:
-            side.close()
-        self._on_ended(self, reason)
-
-
-def end_reason(connection: Connection, why: BaseException | None) -> str | None:
-    """Why the other worker counts as lost; None: it or this one has left."""
-    left = connection.said_goodbye or why is None
-    return None if left else describe_end(why)  # type: ignore[arg-type]

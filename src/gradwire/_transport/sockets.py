@@ -23,7 +23,7 @@ from . import addresses
 from .acceptor import Acceptor
 from .base import Answer, Card, IsOver, Receiver, Traffic
 from .busy_poll import BusyPoll
-from .connection_pool import IncomingConnections, OutgoingConnections
+from .connection_pool import Connections, IncomingConnections, OutgoingConnections
 from .connector import Dialer, describe_silence
 from .endpoint import Endpoint, describe_end
 from .handshake import Hello
@@ -189,7 +189,7 @@ class SocketTransport:
         if self._unix:
             addresses.forget_unix(self._unix)
 
-    def _links(self) -> list[OutgoingConnections | IncomingConnections]:
+    def _links(self) -> list[Connections]:
         return [*self._out.values(), *self._in.values()]
 
     def _listen(self, rendezvous: str | None) -> None:
@@ -247,9 +247,7 @@ class SocketTransport:
             ended=self._ended,
         )
 
-    def _ended(
-        self, link: OutgoingConnections | IncomingConnections, reason: str | None
-    ) -> None:
+    def _ended(self, link: Connections, reason: str | None) -> None:
         with self._lock:
             self._out = {k: v for k, v in self._out.items() if v is not link}
             self._in = {k: v for k, v in self._in.items() if v is not link}
@@ -291,7 +289,7 @@ class SocketTransport:
         beats = (self._options.heartbeat, self._options.host_heartbeat)
         return min(_TICK, *(beat / 3 for beat in beats if beat))
 
-    def _beat(self, link: OutgoingConnections | IncomingConnections) -> float:
+    def _beat(self, link: Connections) -> float:
         """How long a link may be silent; 0 is for ever."""
         options = self._options
         return options.heartbeat if link.is_remote else options.host_heartbeat
