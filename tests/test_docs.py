@@ -30,6 +30,7 @@ _BLOCK = re.compile(r"(?:<!-- run: (.*?) -->\n)?```python\n(.*?)```", re.DOTALL)
 _SHELL_THEN_TEXT = re.compile(r"\s*(?:```sh\n[^`]*```\s*)?```text\n(.*?)```", re.DOTALL)
 
 BEFORE = {
+    "recovery.md": "batch = torch.ones(2)\n",
     "autograd.md": "def first_layer(x): return x * w\n"
     "def second_layer(h, t): return (h - t).square().sum()\n"
     "w = torch.ones(2, requires_grad=True)\n"

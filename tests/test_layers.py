@@ -26,6 +26,7 @@ RANKS = {
             "_rref",
             "_autograd",
             "worker",
+            "retries",
             "api",
             "rpc autograd local _script",
             "fanout script",

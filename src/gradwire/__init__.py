@@ -31,6 +31,7 @@ if _typing.TYPE_CHECKING:
         rpc_async,
         rpc_sync,
         shutdown,
+        stop_serving,
     )
     from .checkpoint import load, save
     from .errors import (
@@ -52,6 +53,7 @@ if _typing.TYPE_CHECKING:
     from .nn import RemoteModule
     from .optim import DistributedOptimizer, GradScaler
     from .options import Options
+    from .retries import idempotent
     from .worker import Worker
 
 __version__ = "0.2.0"
@@ -87,6 +89,7 @@ __all__ = [
     "get_worker_info",
     "get_worker_infos",
     "grad",
+    "idempotent",
     "init_rpc",
     "load",
     "local_world",
@@ -103,12 +106,13 @@ __all__ = [
     "script",
     "serial",
     "shutdown",
+    "stop_serving",
 ]
 
 _ORIGINS = (
     "_rpc.serial _rref.reference api checkpoint errors ids local nn optim".split()
 )
-_ORIGINS += ["options", "worker"]
+_ORIGINS += ["options", "retries", "worker"]
 
 
 def __getattr__(name: str) -> object:

@@ -28,6 +28,7 @@ from ._wire.pickling import Reducer
 from .errors import ClosedError
 from .ids import WorkerInfo
 from .options import Options
+from .retries import call_with_retries
 from .tracebacks import hidden_frames, hide_frames
 from .uncompiled import uncompiled
 from .worker import Worker, open_worker
@@ -63,8 +64,8 @@ def init_rpc(  # noqa: PLR0913 torch's signature
 
     The name is `GRADWIRE_NAME` or `worker<rank>` by default. Workers meet at `init_method`
     (`env://` by default, `tcp://host:port`, `file:///path`) or at a `store`. Without
-    `world_size` the world is elastic: workers come and go. Further keywords are fields of
-    `Options`.
+    `world_size` the world is elastic: workers come and go. So it is with `min_workers`, and then
+    this waits until so many have come. Further keywords are fields of `Options`.
 
     Returns:
         The worker; use it in a `with` block to have it shut down.
@@ -87,6 +88,13 @@ def init_rpc(  # noqa: PLR0913 torch's signature
             )
         rank = None if rank is not None and rank < 0 else rank
         place = find_place(init_method, store, rank, world_size, settings.join_timeout)
+        if settings.min_workers is not None:
+            if world_size is not None:
+                raise ValueError(
+                    f"world_size={world_size} and min_workers={settings.min_workers}: a world "
+                    "has a fixed size or workers come and go, so leave one of them out"
+                )
+            place.size = None
         name = _own_name(place.rank) if name is None else name
         worker = open_worker(name, place, settings, _enter_thread)
         adopt(worker)
@@ -120,6 +128,15 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
         _process = None
 
 
+def stop_serving() -> None:
+    """Have this worker's `serve` return; for others to call: `gw.rpc_sync("ps", gw.stop_serving)`.
+
+    Raises:
+        GradwireError: the world has a fixed size, and all leave together.
+    """
+    current_worker().stop_serving()
+
+
 def current_worker() -> Worker:
     """The worker that this thread speaks for.
 
@@ -139,8 +156,13 @@ def rpc_sync(
     args: Any = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
+    *,
+    retries: int = 0,
 ) -> Any:
     """Call `func(*args, **kwargs)` on a worker and wait for its result.
+
+    With `retries` a function marked as `idempotent` is called again, so often, when the worker is
+    lost and has come back under its name: all within the one `timeout`.
 
     Raises:
         CallTimeout: no answer within `timeout` seconds (0: no limit; default: `Options.timeout`).
@@ -151,6 +173,9 @@ def rpc_sync(
     tensor([4., 4.])
     """
     try:
+        if retries:
+            call = func, args, kwargs
+            return call_with_retries(current_worker(), to, call, timeout, retries)
         return current_worker().rpc_sync(to, func, args, kwargs, timeout)
     except Exception as error:
         hide_frames(error)

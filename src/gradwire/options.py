@@ -109,6 +109,8 @@ class Options:
     """The largest message accepted, not counting its large tensors."""
     max_bulk: int = _from_env("MAX_BULK", int, 1 << 37)
     """The most bytes of large tensors accepted in one message."""
+    min_workers: int | None = _from_env("MIN_WORKERS", int, None)
+    """If given: the world is elastic, and `init_rpc` returns once so many workers have come."""
     world: str = _from_env("WORLD", str, "default")
     """Tells apart worlds that meet in one store."""
 
@@ -122,6 +124,8 @@ class Options:
         for name in ("threads", "max_body", "max_bulk"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
+        if self.min_workers is not None and self.min_workers < 1:
+            raise ValueError(f"min_workers={self.min_workers!r}: must be at least 1")
         if self.torch_threads is not None and self.torch_threads < 0:
             raise ValueError(
                 f"torch_threads={self.torch_threads!r}: must not be negative"

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -26,7 +28,7 @@ from ._rpc.messages import GREETING, Greeting
 from ._rref.reference import RRef
 from ._rref.service import References
 from ._transport.base import Card, Transport
-from ._transport.rendezvous import Meeting
+from ._transport.rendezvous import Meeting, Part
 from ._transport.sockets import SocketTransport
 from ._transport.stores import Place
 from ._wire.codec import Codec
@@ -34,13 +36,14 @@ from ._wire.frames import Limits
 from ._wire.functions import main_fingerprint
 from ._wire.pickling import Reducer
 from .cores import SharedCores
-from .errors import CallTimeout, GradwireError
+from .errors import CallTimeout, GradwireError, WorkerLostError
 from .ids import WorkerInfo, check_name
 from .options import Options
 from .threads import Executor, ShorterTurns
 
 log = logging.getLogger("gradwire")
 
+_LOOK = 1.0  # seconds between looks into the store, which wakes nobody
 _CLOSE = 5.0  # seconds for the threads to end; one in a user's function may take longer
 
 MakeTransport = Callable[[Executor], Transport]
@@ -92,6 +95,9 @@ class Worker:
         self._turns = ShorterTurns(options.switch_interval)
         self._cores = SharedCores(name, options.torch_threads)
         self._closed = False
+        self._told_to_stop = False
+        self._woken = threading.Event()
+        """Set when a server has to look whether it is to end."""
         self._process = os.getpid()
         self._build_layers(kinds or Kinds())
 
@@ -286,6 +292,32 @@ class Worker:
         """Be told of every worker that leaves or is lost; returns what ends that."""
         return self._agent.gone.subscribe(callback)
 
+    def wait_for(self, name: str, lost: int, deadline: float) -> bool:
+        """Wait until the name of a worker that was lost is another's; whether that came in time.
+
+        `deadline` is by `time.monotonic`. Nobody comes back to a world of fixed size.
+        """
+        came = threading.Event()
+        end = self._agent.joined.subscribe(lambda _: came.set())
+        try:
+            while self._meeting is not None and self._meeting.is_elastic:
+                came.clear()
+                if self._is_another(name, lost):
+                    return True
+                if (left := deadline - time.monotonic()) <= 0:
+                    return False
+                with self.waiting():
+                    came.wait(min(left, _LOOK))
+        finally:
+            end()
+        return False
+
+    def _is_another(self, name: str, lost: int) -> bool:
+        try:
+            return self._agent.peer(name).id != lost  # its loss may not be known yet
+        except WorkerLostError:
+            return False
+
     def meet(self, to: int) -> None:
         """Connect to a worker, however long it takes; if it is lost, calls will tell."""
         if to != self.id:
@@ -301,6 +333,37 @@ class Worker:
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
         """Pickle objects of exactly this type with `reducer` (as `copyreg.pickle` would)."""
         self._codec.register_reducer(kind, reducer)
+
+    def serve(self) -> None:
+        """Run what other workers ask for until the world ends or one says so; then leave it.
+
+        A world of fixed size ends when all want to leave. An elastic one ends when those that do
+        not serve have shut down; one that was lost may come back, and is waited for.
+        """
+        if self._meeting is not None and self._meeting.is_elastic:
+            self._meeting.note(self.name, Part.SERVES)
+            self._agent.watch_over_all()
+            end = self._agent.gone.subscribe(lambda _: self._woken.set())
+            try:
+                while not (self._told_to_stop or self._meeting.is_over()):
+                    self._woken.wait(_LOOK)
+                    self._woken.clear()
+            finally:
+                end()
+        self.shutdown()
+
+    def stop_serving(self) -> None:
+        """Have `serve` return.
+
+        Raises:
+            GradwireError: the world has a fixed size, and all leave together.
+        """
+        if self._meeting is None or not self._meeting.is_elastic:
+            raise GradwireError(
+                f"worker {self.name!r} is in a world of fixed size: all leave it together"
+            )
+        self._told_to_stop = True
+        self._woken.set()
 
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
         """Leave the world.
@@ -359,6 +422,7 @@ class Worker:
         if self._meeting is not None and self._meeting.is_elastic:
             for party in parties:
                 party.wait_quiet()
+            self._meeting.note(self.name, Part.FINISHED)
         else:
             self._collectives.settle(parties, timeout or 0)
         self.references.report_leaks()

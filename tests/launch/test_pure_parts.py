@@ -71,6 +71,26 @@ def test_scripts_and_modules_get_their_arguments(
     assert recruit.command == [sys.executable, *command]
 
 
+def test_with_restarts_the_world_is_elastic() -> None:
+    def least(**options: int) -> set[str | None]:
+        plan = Plan(program=("train.py",), size=3, **options)  # type: ignore[arg-type]
+        return {e.get("GRADWIRE_MIN_WORKERS") for e in started(plan)}
+
+    assert least() == {None}
+    assert least(restarts=2) == {"3"}
+    assert least(restarts=2, needed=2) == {"2"}
+    assert least(needed=1) == {"1"}
+
+
+def test_a_worker_that_is_started_again_knows() -> None:
+    plan = Plan(program=("train.py",), size=2, restarts=2)
+    first, _ = recruits(plan, ("node0", 1), {}, cores=1)
+    again = first.again(2)
+    assert (again.name, again.command) == (first.name, first.command)
+    changed = dict(again.environment.items() - first.environment.items())
+    assert changed == {"TORCHELASTIC_RESTART_COUNT": "2"}
+
+
 # How it ends
 
 
@@ -152,6 +172,37 @@ def test_a_failure_elsewhere_ends_this_node_with_its_status() -> None:
     assert course.failed_elsewhere(9, 1.0) is TERM
     assert course.timed_out(2.0) is None
     assert (course.status, course.culprit) == (9, None)
+
+
+def test_a_worker_that_fails_is_started_again_so_often() -> None:
+    course = Course({0, 1}, most_restarts=2)
+    assert [course.restarts_now(0, 9) for _ in range(3)] == [True, True, False]
+    assert course.restarts_now(1, 137)
+    assert course.ended(0, 9, 1.0, is_echo=False) is TERM
+    assert not course.restarts_now(1, 143)  # it was told to end
+    assert (course.culprit, course.status) == (0, 9)
+
+
+def test_a_worker_that_succeeds_is_done() -> None:
+    course = Course({0}, most_restarts=2)
+    assert not course.restarts_now(0, 0)
+    assert course.ended(0, 0, 1.0, is_echo=False) is None
+    assert (course.is_over, course.status) == (True, 0)
+
+
+def test_some_workers_may_be_spared() -> None:
+    course = Course({0, 1, 2}, spare=1)
+    assert course.ended(2, 9, 1.0, is_echo=True) is None
+    assert (course.spared, course.culprit, course.deadline) == ({2}, None, None)
+    assert course.ended(1, 7, 2.0, is_echo=False) is TERM
+    assert (course.culprit, course.status) == (1, 7)
+
+
+def test_a_run_that_has_spared_a_worker_succeeds_with_the_others() -> None:
+    course = Course({0, 1}, spare=1)
+    course.ended(0, 9, 1.0, is_echo=False)
+    course.ended(1, 0, 2.0, is_echo=False)
+    assert (course.is_over, course.status) == (True, 0)
 
 
 @given(

@@ -10,6 +10,7 @@ import torch
 import gradwire as gw
 from gradwire._transport.base import Card
 from gradwire._transport.loopback import LoopbackNetwork, LoopbackTransport
+from gradwire._transport.rendezvous import Part
 from gradwire.options import Options
 from gradwire.testing import World
 from gradwire.threads import Executor
@@ -189,6 +190,9 @@ class Board:
 
     def leave(self, number: int) -> None:
         self.cards.pop(number, None)
+
+    def note(self, name: str, part: Part) -> None:
+        """Nobody serves here."""
 
     def join(self, name: str, number: int) -> Worker:
         def make_transport(executor: Executor) -> LoopbackTransport:

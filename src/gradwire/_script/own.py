@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from .. import api
@@ -16,7 +17,7 @@ def _making(function: Any) -> Make:
     return make
 
 
-_functions = {
+_functions: dict[str, Callable[..., Any]] = {
     "rpc_sync": api.rpc_sync,
     "rpc_async": api.rpc_async,
     "remote": api.remote,

@@ -15,6 +15,7 @@ reads after the other has published. Ids come from a counter that only grows.
     <world>/<round>/ids        how many ids were drawn (elastic worlds)
     <world>/<round>/name/<n>   the id of the worker of that name (elastic worlds)
     <world>/<round>/gone/<id>  set when a worker has left or was lost (elastic worlds)
+    <world>/<round>/part/<n>   what the worker of that name does: see `Part` (elastic worlds)
 
 The round goes up each time a world of fixed size starts anew over the same store: so many begin to
 join in each as the world is large, and none in one that has failed. Elastic worlds have one round.
@@ -31,6 +32,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from enum import Enum
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
@@ -44,6 +46,7 @@ from .wait_report import WaitReport
 
 log = logging.getLogger("gradwire")
 
+_ELASTIC = "elastic"
 _STEP = 0.05
 _PROBE = 2.0  # seconds to find out whether someone answers
 _LONGEST_PAUSE = 1.0
@@ -58,6 +61,20 @@ _SAME = (
 
 def _random() -> bytes:
     return secrets.token_hex(32).encode()
+
+
+class Part(str, Enum):
+    """What a worker of an elastic world does. One that is lost may come back, and go on."""
+
+    WORKS = "works"
+    SERVES = "serves"
+    FINISHED = "finished"
+
+
+def note_finished(store: Store, world: str, name: str) -> None:
+    """Say, as its launcher, that a worker of an elastic world will not come back."""
+    with _store_errors():
+        store.set(f"gradwire/{world}/{_ELASTIC}/part/{name}", Part.FINISHED.value)
 
 
 @contextmanager
@@ -82,6 +99,7 @@ class Meeting:
         self._secrets = key_files.given(options)
         self._trusts_store = options.trust_store
         self._key = b""
+        self._least = options.min_workers or 1
         self._patience = options.join_timeout
         self._deadline = time.monotonic() + options.join_timeout
         self._world: Store | None = PrefixStore(
@@ -89,6 +107,8 @@ class Meeting:
         )
         self._round: Store | None = None
         self._mine: int | None = None
+        self._came: dict[int, str] = {}
+        """The names of all who ever came to an elastic world, as far as they were looked up."""
 
     @property
     def is_elastic(self) -> bool:
@@ -168,6 +188,21 @@ class Meeting:
             return None if store is None else self._living(number)
         return None
 
+    def note(self, name: str, part: Part) -> None:
+        """Say what a worker of an elastic world does from now on."""
+        with self._while_it_lasts() as store:
+            if store is not None:
+                store.set(f"part/{name}", part.value)
+
+    def is_over(self) -> bool:
+        """Whether all work in an elastic world is finished: only servers are left, if anyone."""
+        with self._while_it_lasts() as store:
+            if store is None:
+                return True
+            parts = {self._part_of(name) for name in self._names()}
+            return Part.FINISHED in parts and Part.WORKS not in parts
+        return True  # the store is gone, and nobody can come any more
+
     def leave(self, number: int) -> None:
         """Note that a worker is gone, which frees its name; with this one goes the store."""
         with self._while_it_lasts() as store:
@@ -190,7 +225,9 @@ class Meeting:
 
     def _join_elastic(self, card: Card) -> list[Card]:
         self._claim_name(card)
+        self._store().set(f"part/{card.name}", Part.WORKS.value)
         self._publish(card)
+        self._wait_for_others()
         drawn = int(self._store().add("ids", 0))
         cards = [self._living(number) for number in range(drawn)]
         return [other for other in cards if other is not None]
@@ -235,6 +272,34 @@ class Meeting:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
         return ""
+
+    def _wait_for_others(self) -> None:
+        """Until enough have come; those that are gone again count, they may be coming back."""
+        report = WaitReport(
+            lambda: (
+                f"{self._least} workers (min_workers) at {self._where}, where "
+                f"{', '.join(sorted(self._names()))} have been"
+            )
+        )
+        while len(found := self._names()) < self._least:
+            report.tick()
+            if time.monotonic() > self._deadline:
+                raise GradwireError(
+                    f"of {self._least} workers (min_workers) {len(found)} came within "
+                    f"{self._patience:g} s (join_timeout) to {self._where}: "
+                    f"{', '.join(sorted(found))}"
+                )
+            time.sleep(_STEP)
+
+    def _names(self) -> set[str]:
+        """All who ever came to an elastic world."""
+        for number in range(int(self._store().add("ids", 0))):
+            if number not in self._came and (card := self._published(number)):
+                self._came[number] = card.name
+        return {*self._came.values()}
+
+    def _part_of(self, name: str) -> Part:
+        return Part(self._store().get(f"part/{name}").decode())
 
     def _wait_for(self, number: int) -> Card:
         """The card of a worker in a world of fixed size."""
@@ -301,7 +366,7 @@ class Meeting:
 
     def _enter_round(self, world: Store) -> Store:
         if self._size is None:
-            return PrefixStore("elastic", world)
+            return PrefixStore(_ELASTIC, world)
         while True:
             begun = int(world.add("joined", 1))
             found = PrefixStore(str((begun - 1) // self._size), world)

@@ -50,6 +50,11 @@ def _parser() -> argparse.ArgumentParser:
     add("--attach", metavar="WORKER",
         help="give this worker the terminal, as breakpoint() needs it: its output is shown "
         "without its name (default: no worker)")  # fmt: skip
+    add("--max-restarts", type=_restarts, default=0, metavar="COUNT",
+        help="start a worker that fails again, so often; the others go on meanwhile, in an "
+        "elastic world (default: %(default)s, one that fails ends all)")  # fmt: skip
+    add("--min-workers", type=_count, metavar="COUNT",
+        help="go on with so many when others have failed for good (default: all)")  # fmt: skip
     add("program", help="a script, or a module with --module")
     add("arguments", nargs=argparse.REMAINDER, help="what the program is given")
     return parser
@@ -60,6 +65,10 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Plan:
         parser.error(f"--node-rank {given.node_rank}: must be in 0..{given.nnodes - 1}")
     if given.nnodes > 1 and given.rdzv is None:
         parser.error(f"--nnodes {given.nnodes} needs --rdzv HOST:PORT, of machine 0")
+    if given.min_workers is not None and given.nnodes > 1:
+        parser.error("--min-workers: on one machine only, so leave out --nnodes")
+    if given.min_workers is not None and given.min_workers > given.workers:
+        parser.error(f"--min-workers {given.min_workers}: at most --workers")
     if not given.module and not os.path.exists(given.program):
         parser.error(f"there is no file {given.program!r}; for a module add --module")
     plan = Plan(
@@ -70,6 +79,8 @@ def _plan(parser: argparse.ArgumentParser, given: argparse.Namespace) -> Plan:
         node=given.node_rank,
         settings=dict(given.env),
         attached=given.attach,
+        restarts=given.max_restarts,
+        needed=given.min_workers,
     )
     if given.attach not in (None, *plan.names()):
         here = ", ".join(plan.names())
@@ -87,6 +98,12 @@ def _address(parser: argparse.ArgumentParser, text: str | None) -> tuple[str, in
 def _count(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r}: must be a number, at least 1")
+    return int(text)
+
+
+def _restarts(text: str) -> int:
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"{text!r}: must be a number, at least 0")
     return int(text)
 
 

@@ -11,8 +11,9 @@ from contextlib import contextmanager, nullcontext
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
+from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 
+from .._transport.rendezvous import note_finished
 from .._transport.stores import find_place
 from ..cores import usable_cores
 from .nodes import Elsewhere, Nodes
@@ -49,7 +50,7 @@ def launch(plan: Plan, address: tuple[str, int], timeout: float | None) -> int:
     with _signals_in(events), terminal:
         nodes = Nodes(store, plan.node, plan.nodes, events.put)
         try:
-            return _Launch(team, events, nodes).run(timeout)
+            return _Launch(plan, team, events, nodes, store).run(timeout)
         finally:
             nodes.close()
 
@@ -58,8 +59,15 @@ class _Launch:
     """One run of the workers of this node."""
 
     def __init__(
-        self, team: list[Recruit], events: SimpleQueue[Any], nodes: Nodes
+        self,
+        plan: Plan,
+        team: list[Recruit],
+        events: SimpleQueue[Any],
+        nodes: Nodes,
+        store: Store,
     ) -> None:
+        self._store = store
+        self._team = team
         self._names = [recruit.name for recruit in team]
         self._events = events
         self._nodes = nodes
@@ -69,7 +77,11 @@ class _Launch:
         """After Ctrl-C: what each worker wrote to standard error."""
         self._newest: tuple[int, int] = (-1, 0)
         """The worker whose lines of standard error were shown last, and how many of them."""
-        self._course = Course(set(range(len(team))))
+        self._course = Course(
+            set(range(len(team))),
+            most_restarts=plan.restarts,
+            spare=0 if plan.needed is None else len(team) - plan.needed,
+        )
         self._crew = Crew(team, events)
 
     def run(self, timeout: float | None) -> int:
@@ -132,6 +144,10 @@ class _Launch:
             self._held[said.worker].append(said.line)
 
     def _ended(self, ended: Ended, now: float) -> None:
+        course = self._course
+        if course.restarts_now(ended.worker, ended.status):
+            self._restart(ended)
+            return
         # The traceback of a worker that Ctrl-C has ended is no news; anything else is.
         held = None if self._held is None else self._held[ended.worker]
         if held is not None and ended.status != 128 + signal.SIGINT:
@@ -140,10 +156,29 @@ class _Launch:
         elif held is not None and (place := place_of(held)) is not None:
             self._console.say(f"{self._names[ended.worker]} was at {place}")
         is_echo = self._words[ended.worker].is_echo
-        number = self._course.ended(ended.worker, ended.status, now, is_echo=is_echo)
-        if self._course.culprit is not None:
-            self._nodes.failed(self._verdict(), self._course.status)
+        number = course.ended(ended.worker, ended.status, now, is_echo=is_echo)
+        if course.culprit is not None:
+            self._nodes.failed(self._verdict(), course.status)
+        if ended.status == 0 or ended.worker in course.spared:
+            self._finish(self._team[ended.worker])
+        if ended.worker in course.spared:
+            verdict = _verdict(self._names[ended.worker], ended.status)
+            self._console.say(f"{verdict}; going on with {self._running()}")
         self._send(number)
+
+    def _finish(self, recruit: Recruit) -> None:
+        """Have those that serve wait for a worker no more that will not come back."""
+        env = recruit.environment
+        world = env.get("GRADWIRE_WORLD", "default")
+        note_finished(self._store, world, env["GRADWIRE_NAME"])
+
+    def _restart(self, ended: Ended) -> None:
+        worker, count = ended.worker, self._course.restarts[ended.worker]
+        verdict = _verdict(self._names[worker], ended.status)
+        most = self._course.most_restarts
+        self._console.say(f"{verdict}; starting it again ({count} of {most})")
+        self._words[worker] = LastWords()
+        self._crew.restart(worker, self._team[worker].again(count))
 
     def _time_out(self, timeout: float | None) -> None:
         text = f"{self._running()} still run after {timeout:g} s (--timeout)"
@@ -160,10 +195,7 @@ class _Launch:
 
     def _verdict(self) -> str:
         assert self._course.culprit is not None
-        name, status = self._names[self._course.culprit], self._course.status
-        if status > 128 and status - 128 in {*signal.Signals}:
-            return f"{name} was ended by {signal.Signals(status - 128).name}"
-        return f"{name} failed with exit status {status}"
+        return _verdict(self._names[self._course.culprit], self._course.status)
 
     def _conclude(self) -> None:
         culprit = self._course.culprit
@@ -174,6 +206,12 @@ class _Launch:
                 self._console.say(f"{self._verdict()} (see above){others}")
             else:
                 self._console.say(f"{self._verdict()}{others}", lines)
+
+
+def _verdict(name: str, status: int) -> str:
+    if status > 128 and status - 128 in {*signal.Signals}:
+        return f"{name} was ended by {signal.Signals(status - 128).name}"
+    return f"{name} failed with exit status {status}"
 
 
 @contextmanager

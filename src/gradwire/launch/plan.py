@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 _HERE = __name__.rpartition(".")[0]
 
@@ -30,6 +30,15 @@ class Plan:
     """The user's own variables, for all workers."""
     attached: str | None = None
     """The worker that has the launcher's standard input and output."""
+    restarts: int = 0
+    """How often each worker is started again after a failure."""
+    needed: int | None = None
+    """With restarts: how many workers the world goes on with; None for all."""
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether a worker may end, or come back, while the others go on."""
+        return self.restarts > 0 or self.needed is not None
 
     def names(self) -> list[str]:
         """The workers of this node."""
@@ -45,6 +54,11 @@ class Recruit:
     command: list[str]
     environment: dict[str, str]
     is_attached: bool = False
+
+    def again(self, count: int) -> Recruit:
+        """The same worker, when it is started again for the `count`-th time."""
+        told = {"TORCHELASTIC_RESTART_COUNT": str(count)}
+        return replace(self, environment=self.environment | told)
 
 
 def recruits(
@@ -74,10 +88,13 @@ def recruits(
 
 def _place(plan: Plan, local: int, address: tuple[str, int]) -> dict[str, str]:
     rank = plan.node * plan.size + local
+    total = plan.nodes * plan.size
+    elastic = {"GRADWIRE_MIN_WORKERS": str(plan.needed or total)}
     return {
+        **(elastic if plan.is_elastic else {}),
         "GRADWIRE_NAME": plan.names()[local],
         "RANK": str(rank),
-        "WORLD_SIZE": str(plan.nodes * plan.size),
+        "WORLD_SIZE": str(total),
         "LOCAL_RANK": str(local),
         "LOCAL_WORLD_SIZE": str(plan.size),
         "GROUP_RANK": str(plan.node),

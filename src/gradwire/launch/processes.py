@@ -58,13 +58,22 @@ class Crew:
         except BaseException:
             self.close()
             raise
-        for worker, process in enumerate(self._processes):
-            readers = [
-                self._thread(self._read, worker, pipe, pipe is process.stderr)
-                for pipe in (process.stdout, process.stderr)
-                if pipe is not None
-            ]
-            self._threads.append(self._thread(self._wait, worker, process, readers))
+        for worker in range(len(self._processes)):
+            self._follow(worker)
+
+    def restart(self, worker: int, recruit: Recruit) -> None:
+        """Start a worker that has ended again."""
+        self._processes[worker] = _start(recruit)
+        self._follow(worker)
+
+    def _follow(self, worker: int) -> None:
+        process = self._processes[worker]
+        readers = [
+            self._thread(self._read, worker, pipe, pipe is process.stderr)
+            for pipe in (process.stdout, process.stderr)
+            if pipe is not None
+        ]
+        self._threads.append(self._thread(self._wait, worker, process, readers))
 
     def signal(self, number: int, workers: Iterable[int]) -> None:
         """Send a signal to these workers and their children."""

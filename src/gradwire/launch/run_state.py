@@ -4,11 +4,15 @@ It ends when no worker runs. A worker that fails ends the others: they are asked
 and after a while with a stronger one. The first failure is what the user wants to see. A worker
 that fails because it lost another one (an *echo*) says that the other failed; it may be quicker, so
 the other one is given a moment to say why.
+
+With restarts a worker that fails is started again instead, so often; and after that some may be
+spared: the others go on without them.
 """
 
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from dataclasses import dataclass, field
 
 TIMED_OUT = 124  # the exit status of `timeout`, which people know
@@ -31,6 +35,14 @@ class Course:
     """What the launcher's exit status will be."""
     deadline: float | None = None
     """When to call `elapsed`."""
+    most_restarts: int = 0
+    """How often each worker may be started again."""
+    spare: int = 0
+    """How many workers may fail for good."""
+    spared: set[int] = field(default_factory=set)
+    """Those that have."""
+    restarts: Counter[int] = field(default_factory=Counter)
+    """How often each worker was started again."""
     _suspect: tuple[int, int] | None = None
     _signals: list[signal.Signals] = field(default_factory=list)
     """The ones still to be sent."""
@@ -41,12 +53,25 @@ class Course:
     def is_over(self) -> bool:
         return not self.running
 
+    def restarts_now(self, worker: int, status: int) -> bool:
+        """Whether a worker that has ended is to be started again, which counts."""
+        if status == 0 or self._is_ending:
+            return False
+        if self.restarts[worker] >= self.most_restarts:
+            return False
+        self.restarts[worker] += 1
+        return True
+
     def ended(
         self, worker: int, status: int, now: float, *, is_echo: bool
     ) -> signal.Signals | None:
-        """A worker has ended; the signal for those that run."""
+        """A worker has ended for good; the signal for those that run."""
         self.running.discard(worker)
         if self._is_ending:
+            return None
+        if status != 0 and self.spare > 0:
+            self.spare -= 1
+            self.spared.add(worker)
             return None
         if status != 0 and is_echo and self._suspect is None:
             self._suspect = worker, status
