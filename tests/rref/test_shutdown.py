@@ -70,11 +70,11 @@ def test_shutdown_names_what_leaked_and_where_it_was_made(
         line = inspect.getframeinfo(inspect.currentframe()).lineno - 1  # type: ignore[arg-type]
         gw.rpc_sync("worker2", keep, (leak,))
         world.shutdown()
-    here = f"value 0.1 of 'worker1', from {__file__}:{line}"
+    here = f"value 0.1 of 'worker1', made at {__file__}:{line}"
     assert f"worker 'worker0' still holds 1 references at its shutdown: {here}" in (
         caplog.text
     )
-    there = "value 0.1 of 'worker1', from received from worker0"
+    there = "value 0.1 of 'worker1', received from worker0"
     assert f"worker 'worker2' still holds 1 references at its shutdown: {there}" in (
         caplog.text
     )

@@ -19,6 +19,7 @@ import asyncio
 import contextvars
 import copy
 import logging
+import sys
 import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
@@ -168,9 +169,10 @@ class Fate:
     def __str__(self) -> str:
         return f"call of {describe(self.what)} on worker {self.worker!r}"
 
-    def __del__(self) -> None:
-        if self.error is not None and not self.seen:
-            log.warning("%s failed and nobody looked: %r", self, self.error)
+    def __del__(self, is_finalizing: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.error is None or self.seen or is_finalizing():  # no logger by then
+            return
+        log.warning("%s: exception was never retrieved: %r", self, self.error)
 
 
 class Failed(NamedTuple):

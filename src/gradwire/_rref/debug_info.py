@@ -19,11 +19,16 @@ def describe_held(held: Mapping[Holding, str], name: Name) -> str:
     """The first of these references, and where they were made."""
     known = sorted(held.items())
     first = [
-        f"value {spell(h.value)} of {name(h.owner)!r}, from {made_at}"
+        f"value {spell(h.value)} of {name(h.owner)!r}, {_origin(made_at)}"
         for h, made_at in known[:_MOST_NAMED]
     ]
     more = f" and {len(known) - len(first)} more" if known[_MOST_NAMED:] else ""
     return "; ".join(first) + more
+
+
+def _origin(made_at: str) -> str:
+    """A line of a program, or where it was received."""
+    return made_at if made_at.startswith("received") else f"made at {made_at}"
 
 
 def debug_info(

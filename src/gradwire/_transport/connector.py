@@ -110,7 +110,9 @@ class Dialer:
             raise
         except OSError as error:
             reason = f"cannot connect ({error})"
-            raise WorkerLostError(self._to.name, reason) from error
+            if isinstance(error, ConnectionRefusedError | FileNotFoundError):
+                reason = f"it has ended, as nothing listens at its address ({error})"
+            raise WorkerLostError(self._to.name, reason) from None
 
     def _retry(
         self,
