@@ -50,8 +50,8 @@ class WorkerLostError(GradwireError):
     """A worker died, left or cannot be reached; nothing more will come from it."""
 
     _advice = (
-        "look at what that worker printed last, and let all reach gw.shutdown(): see WorkerLostError "
-        "in docs/errors.md"
+        "look at what that worker printed last, and let all reach gw.shutdown(): see "
+        "WorkerLostError in docs/errors.md"
     )
 
     def __init__(self, worker: str, reason: str) -> None:
