@@ -14,7 +14,7 @@ import torch
 
 import gradwire as gw
 from gradwire._rpc.async_execution import async_execution
-from gradwire._rpc.futures import CallFuture
+from gradwire._rpc.futures import CallFuture, Fate
 from gradwire._transport.loopback import LoopbackTransport
 from gradwire.testing import World
 from tests.rpc.functions import Boom, add, boom, held, holding, never, whoami
@@ -455,6 +455,19 @@ def test_a_failure_nobody_looked_at_is_logged_once(
         "call of tests.rpc.functions.boom on worker 'worker1': exception was never retrieved: "
         "Boom('unheard')"
     )
+
+
+def test_nothing_is_logged_while_the_interpreter_is_taken_apart(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As the logger may be gone."""
+    fate = Fate(boom, "worker1")
+    fate.error = Boom("unheard")
+    fate.__del__(is_finalizing=lambda: True)
+    assert unseen(caplog) == []
+    fate.__del__(is_finalizing=lambda: False)
+    assert len(unseen(caplog)) == 1
+    fate.seen = True
 
 
 LOOKS: dict[str, Callable[[CallFuture], Any]] = {

@@ -308,26 +308,6 @@ def test_a_program_that_ends_before_its_calls_says_so_in_one_line(
     )
 
 
-FAILED_SCRIPT = """
-import sys, time
-import gradwire as gw
-
-gw.init_rpc("worker1", rank=1, world_size=2, init_method=sys.argv[1])
-future = gw.rpc_async("worker0", int, args=("no number",))
-while not future.done():
-    time.sleep(0.01)
-"""
-
-
-def test_a_failed_call_that_a_program_still_holds_says_nothing_at_its_end(
-    processes: Processes,
-) -> None:
-    failed = processes.run(processes.script(FAILED_SCRIPT), processes.url)
-    with processes.world(2):
-        assert failed.wait() == 0
-    assert failed.errors == ""
-
-
 FAILING_SCRIPT = """
 import sys
 import gradwire as gw
