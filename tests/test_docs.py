@@ -113,9 +113,31 @@ def test_a_piece_uses_what_there_is(block: Block) -> None:
             for name in ast.unparse(node.func).split(".")[1:]:
                 function = getattr(function, name)
             given = {keyword.arg or "": None for keyword in node.keywords}
-            inspect.signature(function).bind(*node.args, **given)
-            for option in given.keys() - inspect.signature(function).parameters.keys():
-                assert option in gw.Options.names(), option
+            signature = inspect.signature(function)
+            signature.bind(*node.args, **given)
+            if "options" in signature.parameters:
+                for option in given.keys() - signature.parameters.keys():
+                    assert option in gw.Options.names(), option
+
+
+def test_the_list_for_language_models_has_every_page() -> None:
+    listed = re.findall(r"/docs/(\w+\.md)\)", (ROOT / "docs" / "llms.txt").read_text())
+    assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+
+
+def test_every_page_is_in_the_navigation_and_nothing_is_fetched_from_elsewhere() -> (
+    None
+):
+    site = (ROOT / "mkdocs.yml").read_text()
+    assert sorted(re.findall(r"\w+\.md", site)) == sorted(p.name for p in PAGES[1:])
+    assert "extra_javascript: [javascripts/mermaid.tiny.js]" in site
+    assert "font: false" in site
+
+
+def test_the_examples_page_shows_every_example() -> None:
+    shown = re.findall(r'8<-- "(.*)"', (ROOT / "docs" / "examples.md").read_text())
+    examples = sorted((ROOT / "examples").glob("*.py"))
+    assert sorted(shown) == [f"examples/{path.name}" for path in examples]
 
 
 def test_pages_that_are_linked_to_are_there() -> None:

@@ -28,6 +28,9 @@ EXAMPLES: dict[str, Checks] = {
         r"(\d+) of 50000 rows changed": lambda rows: 100 < rows <= 200,
         r"a step brought (\d+) KB; the table has 6400 KB": lambda size: size < 100,
     },
+    "graph_sampling.py": {
+        r"step 60: loss .*, (\d+)% right": lambda right: right > 75,
+    },
     "maml.py": {
         r"over the wire and here: within (\S+)": lambda apart: apart < 1e-12,
         r"step 60: loss after adapting to new waves ([\d.]+)": lambda loss: loss < 1,
