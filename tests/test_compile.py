@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import gradwire as gw
 from gradwire.testing import World
@@ -73,6 +73,65 @@ def test_a_graph_ends_at_each_call_and_nothing_of_ours_is_compiled(
         assert len(world) == 2
     assert sum(counters["graph_break"].values()) == 5
     assert counters["stats"]["unique_graphs"] == 3
+    assert all(re.search(WHY, why) for why in counters["graph_break"])
+
+
+class Split(nn.Module):
+    """Its middle is on another worker."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.middle = gw.RemoteModule("worker1", nn.Linear, (4, 4))
+        self.last = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(x))
+        return torch.tanh(self.last(self.middle(hidden))).sum()
+
+
+def trained(call: Callable[[Tensor], Tensor], model: Split) -> list[Tensor]:
+    """The gradients by all parameters, here and there."""
+    here = [*model.first.parameters(), *model.last.parameters()]
+    with gw.context() as ctx:
+        gw.backward(ctx, [call(torch.ones(4))])
+        found = gw.get_gradients(ctx)
+        there = gw.rpc_sync("worker1", gw.get_gradients, (ctx,))
+    by_size = sorted(there.values(), key=lambda gradient: gradient.dim())
+    return [found[parameter] for parameter in here] + by_size
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_model_with_a_part_elsewhere(backend: str, counters: Any) -> None:
+    builder = sys.modules["torch._dynamo.variables.builder"]
+    if not hasattr(builder, "og_module_named_parameters_fn_ptr"):
+        pytest.skip("torch 2.6 asks all modules for parameters, which these refuse")
+    with World(2) as world, world.as_worker(0):
+        model = Split()
+        compiled: Any = torch.compile(model, backend=backend)
+        for _ in range(3):
+            expected = trained(model, model)
+            torch.testing.assert_close(trained(compiled, model), expected)
+        assert len(world) == 2
+    assert sum(counters["graph_break"].values()) == 1
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_methods_of_references_and_references_made_here(counters: Any) -> None:
+    x = torch.rand(4)
+    with World(2) as world, world.as_worker(0):
+        layer = gw.remote("worker1", nn.Linear, (4, 4))
+
+        def call(x: Tensor) -> Tensor:
+            first = layer.rpc_sync().forward(x * 2)
+            second = layer.rpc_async().forward(first.sin()).wait() + x
+            return gw.RRef(second.cos()).to_here() * x + gw.get_worker_info().id
+
+        compiled = torch.compile(call, backend="eager")
+        for _ in range(3):
+            torch.testing.assert_close(compiled(x), call(x))
+        assert len(world) == 2
+    assert counters["stats"]["unique_graphs"] >= 3
     assert all(re.search(WHY, why) for why in counters["graph_break"])
 
 

@@ -363,18 +363,21 @@ def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         )
 
 
+@uncompiled
 def barrier(timeout: float | None = None) -> None:
     """Wait until all workers have called this."""
     with hidden_frames:
         current_worker().barrier(timeout)
 
 
+@uncompiled
 def all_gather(value: Any, timeout: float | None = None) -> dict[str, Any]:
     """What every worker gave, by name. All workers call it, in the same order."""
     with hidden_frames:
         return current_worker().all_gather(value, timeout)
 
 
+@uncompiled
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Who a worker is; without a name, who this one is.
 
@@ -385,6 +388,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
         return current_worker().get_worker_info(worker_name)
 
 
+@uncompiled
 def get_worker_infos() -> list[WorkerInfo]:
     """Who is in the world, in order of ids."""
     return current_worker().get_worker_infos()

@@ -65,6 +65,7 @@ class RRef(Generic[T]):
 
     __slots__ = ("__weakref__", "_core", "_service", "_type_future")
 
+    @uncompiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         service = find_service()
         self._setup(service.own(value), service)
@@ -155,10 +156,12 @@ class RRef(Generic[T]):
     def __await__(self) -> Generator[Any, None, T]:
         return self._service.fetch_async(self._core, None).__await__()
 
+    @uncompiled
     def rpc_sync(self, timeout: float | None = None) -> Any:
         """The value, to call methods of: `rref.rpc_sync().forward(x)` waits for the result."""
         return Proxy(self._service.invoke, self._core, timeout)
 
+    @uncompiled
     def rpc_meanwhile(
         self, func: Callable[[], object], timeout: float | None = None
     ) -> Any:
@@ -166,10 +169,12 @@ class RRef(Generic[T]):
         invoke = partial(self._service.invoke, meanwhile=func)
         return Proxy(invoke, self._core, timeout)
 
+    @uncompiled
     def rpc_async(self, timeout: float | None = None) -> Any:
         """The value, to call methods of: `rref.rpc_async().forward(x)` gives a future."""
         return Proxy(self._service.invoke_async, self._core, timeout)
 
+    @uncompiled
     def remote(self, timeout: float | None = None) -> Any:
         """The value, to call methods of: `rref.remote().forward(x)` gives another reference."""
         return Proxy(self._service.invoke_remote, self._core, timeout)
@@ -228,9 +233,10 @@ Invoke = Callable[[Any, str, Any, Any, "float | None"], Any]
 
 
 class Proxy:
-    """Calls methods of a value in one of the three ways."""
+    """Calls methods of a value in one of the three ways.
 
-    __slots__ = ("_core", "_invoke", "_timeout")
+    Without slots: `torch.compile` looks into the `__dict__` of what has a `__getattr__`.
+    """
 
     def __init__(self, invoke: Invoke, core: Any, timeout: float | None) -> None:
         self._invoke = invoke

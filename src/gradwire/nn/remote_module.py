@@ -17,6 +17,7 @@ from .._rpc.futures import CallFuture
 from .._rref.reference import RRef
 from ..api import remote, rpc_async, rpc_sync
 from ..tracebacks import hidden_frames
+from ..uncompiled import uncompiled
 from .device import parse_device
 from .spread_model import PartState, Standin, parameters_behind
 
@@ -110,6 +111,7 @@ class RemoteModule(Standin):
 
     # What it does
 
+    @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module returns."""
         with hidden_frames:
@@ -117,6 +119,7 @@ class RemoteModule(Standin):
                 return self.module_rref.rpc_sync()(*args, **kwargs)
             return self._there(_forward, self.device, args, kwargs)
 
+    @uncompiled
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
         """The future of what the module returns."""
         if self.device == "cpu":

@@ -30,6 +30,7 @@ class RRef(_RRef[T]):
 
     __slots__ = ("_names", "_profiling", "_types", "made_by")
 
+    @uncompiled
     def __init__(self, value: T, type_hint: Any = None) -> None:
         agent = state.get()
         if isinstance(value, torch.jit.ScriptModule) and type_hint is None:
@@ -77,12 +78,15 @@ class RRef(_RRef[T]):
             )
         return super().local_value()
 
+    @uncompiled
     def rpc_sync(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
         return Proxy(self, "sync", timeout)
 
+    @uncompiled
     def rpc_async(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
         return Proxy(self, "async", timeout)
 
+    @uncompiled
     def remote(self, timeout: float | None = UNSET_RPC_TIMEOUT) -> Any:
         return Proxy(self, "remote", timeout)
 
@@ -188,9 +192,7 @@ class RRef(_RRef[T]):
 
 
 class Proxy:
-    """The value, to call methods of in one of the three ways."""
-
-    __slots__ = ("_mode", "_rref", "_timeout")
+    """The value, to call methods of in one of the three ways. Without slots, as ours."""
 
     def __init__(self, rref: RRef[Any], mode: str, timeout: float | None) -> None:
         self._rref = rref
@@ -206,6 +208,7 @@ class Proxy:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._call("__call__", *args, **kwargs)
 
+    @uncompiled
     def _call(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         rref, mode = self._rref, self._mode
         if mode == "remote":
