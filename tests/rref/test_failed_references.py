@@ -201,7 +201,7 @@ def test_a_failed_creation_that_nobody_looked_at_is_logged(
     gc.collect()
     wait_until(
         lambda: (
-            "tests.rpc.functions.never on worker 'worker1' failed and nobody"
+            "tests.rpc.functions.never on worker 'worker1': exception was never"
             in caplog.text
         )
     )
