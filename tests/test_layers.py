@@ -33,6 +33,7 @@ RANKS = {
             "optim",
             "nn",
             "checkpoint",
+            "training_loop",
             "launch tools testing",
             "compat",
         ]

@@ -54,6 +54,7 @@ if _typing.TYPE_CHECKING:
     from .optim import DistributedOptimizer, GradScaler
     from .options import Options
     from .retries import idempotent
+    from .training_loop import resumable
     from .worker import Worker
 
 __version__ = "0.2.0"
@@ -99,6 +100,7 @@ __all__ = [
     "optim",
     "register_reducer",
     "remote",
+    "resumable",
     "rpc",
     "rpc_async",
     "rpc_sync",
@@ -112,7 +114,7 @@ __all__ = [
 _ORIGINS = (
     "_rpc.serial _rref.reference api checkpoint errors ids local nn optim".split()
 )
-_ORIGINS += ["options", "retries", "worker"]
+_ORIGINS += ["options", "retries", "training_loop", "worker"]
 
 
 def __getattr__(name: str) -> object:

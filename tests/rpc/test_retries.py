@@ -151,3 +151,13 @@ def test_a_worker_whose_loss_is_not_known_yet_has_not_come_back(
     vanish(server)
     with join("server", store):
         assert caller.wait_for("server", server.id, time.monotonic() + LIMIT)
+
+
+def test_a_newcomer_knows_who_was_lost_before_it_came(store: Store) -> None:
+    vanish(join("server", store))
+    store.set("gradwire/default/elastic/gone/0", "1")  # as one who noticed would
+    with join("newcomer", store) as newcomer:
+        with pytest.raises(gw.WorkerLostError, match="gone before this worker came"):
+            newcomer.rpc_sync("server", max, (1, 2))
+        with pytest.raises(ValueError, match="there is no worker 'other'"):
+            newcomer.rpc_sync("other", max, (1, 2))

@@ -44,6 +44,8 @@ class Directory(Protocol):
 
     def card(self, number: int) -> Card | None: ...
 
+    def was_here(self, name: str) -> bool: ...
+
 
 class _Nobody:
     """In a world of fixed size nobody comes later."""
@@ -53,6 +55,9 @@ class _Nobody:
 
     def card(self, number: int) -> Card | None:
         return None
+
+    def was_here(self, name: str) -> bool:
+        return False
 
 
 def _run_anyway(context: Any, handler: Handler, sender: int, message: Any) -> Any:
@@ -128,10 +133,13 @@ class Agent:
             self.before_each()
         try:
             card = self.members.find(to)
-        except (ValueError, WorkerLostError):
+        except (ValueError, WorkerLostError) as error:
             newcomer = self._look_up(to)
             if newcomer is not None:
                 self.add_member(newcomer)
+            elif isinstance(error, ValueError) and self._was_here(to):
+                reason = "it was gone before this worker came"
+                raise WorkerLostError(str(to), reason) from None
             if newcomer is None or self.members.get(newcomer.id) is None:
                 raise  # nobody, or the directory still lists the one that is gone
             card = newcomer
@@ -141,6 +149,10 @@ class Agent:
         if isinstance(to, str):
             return self.directory.find(to)
         return self.directory.card(to if isinstance(to, int) else to.id)
+
+    def _was_here(self, to: str | int | WorkerInfo) -> bool:
+        """Whether a worker that this one has never seen was in the world once."""
+        return isinstance(to, str) and self.directory.was_here(to)
 
     def watch_over_all(self) -> None:
         """See to it that the loss of any worker is noticed, also of one nobody speaks to."""

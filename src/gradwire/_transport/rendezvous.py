@@ -188,6 +188,12 @@ class Meeting:
             return None if store is None else self._living(number)
         return None
 
+    def was_here(self, name: str) -> bool:
+        """Whether a worker of this name has ever come to an elastic world."""
+        with self._while_it_lasts() as store:
+            return store is not None and bool(store.check([f"name/{name}"]))
+        return False
+
     def note(self, name: str, part: Part) -> None:
         """Say what a worker of an elastic world does from now on."""
         with self._while_it_lasts() as store:
