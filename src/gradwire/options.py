@@ -100,6 +100,14 @@ class Options:
     """A file that holds the secret, which nobody else may read."""
     trust_store: bool = _from_env("TRUST_STORE", _flag, False)
     """Without a key: share a random one through the store. Who can read that can run any code."""
+    tls: bool | None = _from_env("TLS", _flag, None)
+    """TLS on every TCP connection, or on none. Default: on those that leave this machine."""
+    tls_ca: str | None = _from_env("TLS_CA", str, None)
+    """A file with the authorities of the workers' certificates. Default: the world's own."""
+    tls_cert: str | None = _from_env("TLS_CERT", str, None)
+    """A file with this worker's certificate, whose name (DNS) is that of the worker."""
+    tls_key: str | None = _from_env("TLS_KEY", str, None)
+    """A file with the private key of that certificate."""
     allow: Collection[Any] | None = None
     """If given: the only functions (or modules) others may call, and no pickle at all."""
     serializer: Any = None
@@ -132,6 +140,12 @@ class Options:
             )
         if self.max_body >= 1 << 32:
             raise ValueError(f"max_body={self.max_body}: must be below 4 GiB")
+        files = (self.tls_ca, self.tls_cert, self.tls_key)
+        if any(files) and not all(files):
+            raise ValueError(
+                f"tls_ca={self.tls_ca!r}, tls_cert={self.tls_cert!r}, tls_key={self.tls_key!r}: "
+                "give all three, or none"
+            )
         if self.ports and not 0 < self.ports[0] <= self.ports[1] < 65536:
             raise ValueError(f"ports={self.ports!r}: give (first, last) in 1..65535")
 

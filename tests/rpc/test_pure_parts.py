@@ -400,6 +400,10 @@ TEXTS = {
     "key": ("0123456789abcdef", b"0123456789abcdef"),
     "key_file": ("/keys/world", "/keys/world"),
     "trust_store": ("1", True),
+    "tls": ("on", True),
+    "tls_ca": ("/certificates/ca.pem", "/certificates/ca.pem"),
+    "tls_cert": ("/certificates/worker.pem", "/certificates/worker.pem"),
+    "tls_key": ("/certificates/worker.key", "/certificates/worker.key"),
     "max_body": ("4096", 4096),
     "max_bulk": ("8192", 8192),
     "world": ("blue", "blue"),
@@ -412,9 +416,14 @@ def test_an_option_comes_from_code_then_environment_then_default(
 ) -> None:
     text, value = TEXTS[name]
     default = getattr(Options(), name)
+    others = {"tls_ca", "tls_cert", "tls_key"} - {name} if name[:4] == "tls_" else ()
+    for other in others:  # these come together
+        monkeypatch.setenv(f"GRADWIRE_{other.upper()}", "another")
     assert default != value
     monkeypatch.setenv(f"GRADWIRE_{name.upper()}", text)
     assert getattr(Options(), name) == value
+    for other in others:
+        monkeypatch.delenv(f"GRADWIRE_{other.upper()}")
     assert getattr(Options(**{name: default}), name) == default
 
 

@@ -99,7 +99,7 @@ def receive_exactly(sock: socket.socket, size: int) -> bytes:
 
 
 def key_of(worker: Worker) -> bytes:
-    return worker._transport._endpoint.key
+    return worker._transport._endpoint.credentials.key
 
 
 def shake_hands(

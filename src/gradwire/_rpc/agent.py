@@ -167,6 +167,10 @@ class Agent:
             self.add_member(card)
         return self._peers.get(worker)
 
+    def name_of(self, worker: int) -> str | None:
+        peer = self._peers.get(worker) or self._introduced(worker)
+        return None if peer is None else peer.name
+
     # Calls from here
 
     def call_sync(

@@ -13,19 +13,24 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
-from ..errors import ProtocolError
+from ..errors import GradwireError, ProtocolError
 from ..threads import Executor
+from .credentials import Credentials, check_name
 from .handshake import (
     HELLO_SIZE,
     PROOF_SIZE,
     VERSION,
     Hello,
+    TlsDiffersError,
     Verdict,
     challenge,
     check_proof,
 )
+from .peer_user import check_user
 from .poller import Poller
+from .tls_socket import TlsSocket
 
 log = logging.getLogger("gradwire")
 
@@ -33,7 +38,11 @@ _HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
 _PLACES = 256
 _LOG_INTERVAL = 10.0
 
-Welcome = Callable[[Hello, socket.socket], None]
+Welcome = Callable[[Hello, Any], None]
+
+
+NameOf = Callable[[int], "str | None"]
+"""The name of the worker with that id."""
 
 
 class Acceptor:
@@ -41,18 +50,18 @@ class Acceptor:
 
     def __init__(
         self,
-        me: int,
-        key: bytes,
+        credentials: Credentials,
         *,
         poller: Poller,
         executor: Executor,
         welcome: Welcome,
+        name_of: NameOf,
     ) -> None:
-        self.key = key
+        self.credentials = credentials
+        self.name_of = name_of
         self.poller = poller
         self.welcome = welcome
-        self._me = me
-        self._executor = executor
+        self.executor = executor
         self._refusals = _Refusals(executor)
         self._lock = threading.Lock()
         self._strangers: dict[_Stranger, None] = {}  # by age, the oldest first
@@ -74,13 +83,13 @@ class Acceptor:
         if crowded_out is not None:
             self._refuse(crowded_out, "too many connections wait to be authenticated")
         if is_only:
-            self._executor.look_at(stranger.deadline, self._end_late)
-        stranger.ready()
+            self.executor.look_at(stranger.deadline, self._end_late)
+        stranger.begin()
 
     def judge(self, hello: Hello) -> Verdict:
         if hello.version != VERSION:
             return Verdict.WRONG_VERSION
-        if hello.target != self._me:
+        if hello.target != self.credentials.me:
             return Verdict.WRONG_WORKER
         return Verdict.CLOSING if self._closed else Verdict.WELCOME
 
@@ -122,7 +131,7 @@ class Acceptor:
         for stranger in late:
             self._refuse(stranger, "timed out in the handshake")
         if first is not None:
-            self._executor.look_at(first.deadline, self._end_late)
+            self.executor.look_at(first.deadline, self._end_late)
 
     def _refuse(self, stranger: _Stranger, why: object) -> None:
         stranger.close()
@@ -137,7 +146,8 @@ class _Stranger:
         sock.setblocking(False)
         self.deadline = time.monotonic() + _HANDSHAKE
         self._acceptor = acceptor
-        self._sock = sock
+        self._raw = sock
+        self._sock: socket.socket | TlsSocket = sock
         self._data = b""
         self._hello = b""
         self._answer = b""
@@ -149,6 +159,19 @@ class _Stranger:
     def fileno(self) -> int:
         return self._sock.fileno()
 
+    def begin(self) -> None:
+        """Look who it is, and whether the connection has to use TLS."""
+        credentials = self._acceptor.credentials
+        try:
+            if self._raw.family == socket.AF_UNIX:
+                check_user(self._raw)
+            elif credentials.needs_tls(self._raw):
+                self._sock = credentials.with_tls(self._raw, accepts=True)
+        except (OSError, GradwireError) as error:
+            self._acceptor.refuse(self, error)
+        else:
+            self.ready()
+
     def ready(self) -> None:
         """Something came. Called by one thread at a time."""
         try:
@@ -156,12 +179,31 @@ class _Stranger:
                 self._hello = self._read(HELLO_SIZE)
                 self._greet()
             proof = self._read(PROOF_SIZE)
-            check_proof(self._acceptor.key, self._hello, self._answer, proof)
+            check_proof(
+                self._acceptor.credentials.key, self._hello, self._answer, proof
+            )
             self._enter()
         except BlockingIOError:
             self._acceptor.poller.watch(self)
+        except TlsDiffersError as error:
+            self._tell_of_tls()
+            self._acceptor.refuse(self, error)
         except (OSError, ProtocolError, RuntimeError) as error:
             self._acceptor.refuse(self, error)
+
+    def _tell_of_tls(self) -> None:
+        try:
+            self._raw.recv(
+                65536
+            )  # what is left unread would end the connection at once
+        except OSError:
+            pass
+        try:
+            self._raw.send(
+                challenge(self._acceptor.credentials.key, b"", Verdict.TLS_DIFFERS)
+            )
+        except OSError:
+            pass
 
     def close(self) -> None:
         self._acceptor.poller.drop(self)
@@ -179,10 +221,10 @@ class _Stranger:
 
     def _greet(self) -> None:
         hello = Hello.from_bytes(self._hello)
-        if self._sock.family != socket.AF_UNIX:
-            self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._raw.family != socket.AF_UNIX:
+            self._raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         verdict = self._acceptor.judge(hello)
-        self._answer = challenge(self._acceptor.key, self._hello, verdict)
+        self._answer = challenge(self._acceptor.credentials.key, self._hello, verdict)
         self._sock.send(self._answer)  # the first bytes: there is room for them
         if verdict is not Verdict.WELCOME:
             raise ProtocolError(f"worker {hello.sender}: {verdict.name.lower()}")
@@ -192,10 +234,19 @@ class _Stranger:
         if not self._acceptor.take_out(self):
             return  # too late
         self._acceptor.poller.drop(self)
+        if isinstance(self._sock, TlsSocket):
+            self._acceptor.executor.submit(self._welcome)  # may ask the store
+        else:
+            self._welcome()
+
+    def _welcome(self) -> None:
+        hello = Hello.from_bytes(self._hello)
         try:
-            self._acceptor.welcome(Hello.from_bytes(self._hello), self._sock)
+            if isinstance(self._sock, TlsSocket):
+                check_name(self._sock, self._acceptor.name_of(hello.sender))
+            self._acceptor.welcome(hello, self._sock)
         except (ProtocolError, RuntimeError) as error:  # no thread for it, say
-            log.warning("cannot take a connection in: %s", error)
+            log.warning("refused a connection of worker %d: %s", hello.sender, error)
             self._sock.close()
             return
         try:

@@ -41,6 +41,10 @@ def way_to(host: str) -> str:
     return "127.0.0.1"
 
 
+def is_loopback(address: tuple[str, int]) -> bool:
+    return ipaddress.ip_address(address[0].partition("%")[0]).is_loopback
+
+
 def bind_address(options: Options, rendezvous: str | None) -> str:
     """The address to listen on."""
     if options.bind is not None:

@@ -118,6 +118,9 @@ class Receiver(Protocol):
             ProtocolError: the sender is not one to be served.
         """
 
+    def name_of(self, worker: int) -> str | None:
+        """The name of a worker in the world. May ask the store."""
+
     def complete(self, sender: int, frame: Frame) -> None:
         """Complete a posted request, whose number the frame has. May run user callbacks."""
 

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import TypeGuard
 
 from .._wire.frames import Frame, Parcel
 from .._wire.messages import PING
@@ -22,6 +23,7 @@ from .base import Card, IsOver, NotConnected
 from .connection import Connection
 from .connector import Dialer
 from .endpoint import BROKEN, Endpoint, describe_end
+from .framed_socket import Stream
 from .handshake import Purpose
 from .shared_memory import SegmentMap, SegmentPool
 
@@ -72,7 +74,7 @@ class Connections:
             self.shared.queue.say_goodbye()
         self.shared.end(None)
 
-    def _connection(self, sock: socket.socket, *, is_leased: bool) -> Connection:
+    def _connection(self, sock: Stream, *, is_leased: bool) -> Connection:
         framed = self._endpoint.framed(sock, self._pool, self._map)
         return Connection(
             self._endpoint,
@@ -82,7 +84,11 @@ class Connections:
             ended=self._lease_ended if is_leased else self._shared_ended,
         )
 
-    def _share_memory(self, side: socket.socket) -> None:
+    def _share_memory(self, side: Stream) -> None:
+        if not is_unix(side):
+            raise ProtocolError(
+                "connection for shared memory, but not on a Unix socket"
+            )
         self._side = side
         self._pool, self._map = SegmentPool(side), SegmentMap(side)
 
@@ -147,7 +153,7 @@ class OutgoingConnections(Connections):
     def describe(self) -> str:
         """How they are made, for people."""
         if self.is_remote:
-            return "TCP"
+            return "TCP, TLS" if self._dialer.by_tls else "TCP"
         return "Unix sockets" + (", shared memory" if self._pool is not None else "")
 
     def exchange(
@@ -269,7 +275,7 @@ class IncomingConnections(Connections):
         """Whether anything came. If not, who opened them may have given up half-way."""
         return self.shared is not None and self.shared.heard_at != self._silent_since
 
-    def accept(self, purpose: Purpose, sock: socket.socket) -> None:
+    def accept(self, purpose: Purpose, sock: Stream) -> None:
         """Take in an authenticated connection.
 
         Raises:
@@ -292,7 +298,11 @@ class IncomingConnections(Connections):
                 return
             if self.shared is not None:
                 raise ProtocolError("second shared connection")
-            self.is_remote = sock.family != socket.AF_UNIX
+            self.is_remote = not is_unix(sock)
             self.shared = self._connection(sock, is_leased=False)
             self._silent_since = self.shared.heard_at
         self.shared.start()
+
+
+def is_unix(sock: Stream) -> TypeGuard[socket.socket]:
+    return isinstance(sock, socket.socket) and sock.family == socket.AF_UNIX

@@ -24,7 +24,11 @@ from collections.abc import Callable
 from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
 from .addresses import unix_address
 from .base import Card, NotConnected
+from .credentials import Credentials, check_name
+from .framed_socket import Stream
 from .handshake import CHALLENGE_SIZE, Purpose, new_hello, prove
+from .peer_user import check_user
+from .tls_socket import TlsSocket
 
 log = logging.getLogger("gradwire")
 
@@ -58,8 +62,7 @@ class Dialer:
 
     def __init__(
         self,
-        me: int,
-        key: bytes,
+        credentials: Credentials,
         to: Card,
         *,
         unix: bool,
@@ -67,15 +70,16 @@ class Dialer:
         is_over: Callable[[], bool] = _never,
     ) -> None:
         self.by_unix = unix and bool(to.unix)
-        self._me = me
-        self._key = key
+        self._credentials = credentials
         self._to = to
         self._silence = silence
         """How long it may say nothing, on its host and elsewhere; 0 is for ever."""
         self._is_over = is_over
+        self.by_tls = False
+        """Whether what it opened last has TLS."""
         self._link = int.from_bytes(os.urandom(8), "little")
 
-    def open_first(self, deadline: float | None) -> socket.socket:
+    def open_first(self, deadline: float | None) -> Stream:
         """The link's shared connection; settles how the others are made.
 
         Raises: as `open`.
@@ -95,7 +99,7 @@ class Dialer:
         purpose: Purpose,
         deadline: float | None,
         is_needless: Callable[[], bool] = _never,
-    ) -> socket.socket:
+    ) -> Stream:
         """A new connection.
 
         Raises:
@@ -119,7 +123,7 @@ class Dialer:
         purpose: Purpose,
         deadline: float | None,
         is_needless: Callable[[], bool] = _never,
-    ) -> socket.socket:
+    ) -> Stream:
         """Try until it works, or is final (OSError)."""
         began = heard_at = time.monotonic()
         pause = _FIRST_PAUSE
@@ -176,14 +180,13 @@ class Dialer:
             limit = min(limit, heard_at + self._longest_silence)
         return limit if deadline is None else min(limit, deadline)
 
-    def _open(self, purpose: Purpose, limit: float) -> socket.socket:
+    def _open(self, purpose: Purpose, limit: float) -> Stream:
         sock = self._connect(limit)
         try:
-            self._shake_hands(sock, purpose, limit)
+            return self._shake_hands(sock, purpose, limit)
         except BaseException:
             sock.close()
             raise
-        return sock
 
     def _connect(self, limit: float) -> socket.socket:
         if self.by_unix:
@@ -198,25 +201,44 @@ class Dialer:
         try:
             sock.settimeout(_left(limit))
             sock.connect(address)
+            check_user(sock)
         except BaseException:
             sock.close()
             raise
         return sock
 
-    def _shake_hands(self, sock: socket.socket, purpose: Purpose, limit: float) -> None:
+    def _shake_hands(
+        self, sock: socket.socket, purpose: Purpose, limit: float
+    ) -> Stream:
         try:
-            sock.sendall(self._proof(sock, purpose, limit))
-            receive_exactly(sock, 1, limit)
+            stream, proof = self._proof(sock, purpose, limit)
+            stream.sendall(proof)
+            receive_exactly(stream, 1, limit)
+            return stream
         except ProtocolError as error:
             raise type(error)(f"worker {self._to.name!r}: {error}") from None
 
-    def _proof(self, sock: socket.socket, purpose: Purpose, limit: float) -> bytes:
-        """What is to be sent when the other side has proven itself."""
-        hello = new_hello(purpose, self._me, self._to.id, self._link).to_bytes()
-        sock.settimeout(_left(limit))
-        sock.sendall(hello)
-        answer = receive_exactly(sock, CHALLENGE_SIZE, limit)
-        return prove(self._key, hello, answer)
+    def _proof(
+        self, sock: socket.socket, purpose: Purpose, limit: float
+    ) -> tuple[socket.socket | TlsSocket, bytes]:
+        """What to send, and by what, when the other side has proven itself."""
+        stream = self._with_tls(sock, limit)
+        me = self._credentials.me
+        hello = new_hello(purpose, me, self._to.id, self._link).to_bytes()
+        stream.settimeout(_left(limit))
+        stream.sendall(hello)
+        answer = receive_exactly(stream, CHALLENGE_SIZE, limit)
+        return stream, prove(self._credentials.key, hello, answer)
+
+    def _with_tls(self, sock: socket.socket, limit: float) -> socket.socket | TlsSocket:
+        """The connection, with TLS if it has to use that."""
+        self.by_tls = self._credentials.needs_tls(sock)
+        if not self.by_tls:
+            return sock
+        wrapped = self._credentials.with_tls(sock, accepts=False)
+        wrapped.handshake(limit)
+        check_name(wrapped, self._to.name)
+        return wrapped
 
     def is_alive(self, limit: float) -> bool | None:
         """Whether it answers; None if it is silent, which proves nothing."""
@@ -230,9 +252,9 @@ class Dialer:
         return True
 
 
-def is_alive(me: int, key: bytes, worker: Card, patience: float) -> bool | None:
+def is_alive(credentials: Credentials, worker: Card, patience: float) -> bool | None:
     """Whether a worker answers at its address; None if that cannot be told for now."""
-    dialer = Dialer(me, key, worker, unix=False)
+    dialer = Dialer(credentials, worker, unix=False)
     return dialer.is_alive(time.monotonic() + patience)
 
 
@@ -263,7 +285,7 @@ def _left(limit: float) -> float:
     return max(limit - time.monotonic(), 0.001)
 
 
-def receive_exactly(sock: socket.socket, size: int, limit: float) -> bytes:
+def receive_exactly(sock: socket.socket | TlsSocket, size: int, limit: float) -> bytes:
     """That many bytes, however slowly they come, before the limit.
 
     Raises:

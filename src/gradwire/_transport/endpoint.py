@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from dataclasses import dataclass
 
 from .._wire.frames import Limits
@@ -10,9 +9,11 @@ from ..errors import ProtocolError
 from ..threads import Executor
 from .base import Receiver, Traffic
 from .busy_poll import BusyPoll
-from .framed_socket import FramedSocket
+from .credentials import Credentials
+from .framed_socket import FramedSocket, FrameReader, Stream
 from .poller import Poller
 from .shared_memory import Recycler, SegmentMap, SegmentPool
+from .tls_socket import TlsFrameReader, TlsSocket
 
 BROKEN = (EOFError, OSError, ProtocolError)
 """What reading or writing raises when a connection is over."""
@@ -22,8 +23,7 @@ BROKEN = (EOFError, OSError, ProtocolError)
 class Endpoint:
     """What all connections of a worker use."""
 
-    me: int
-    key: bytes
+    credentials: Credentials
     executor: Executor
     poller: Poller
     receiver: Receiver
@@ -34,13 +34,20 @@ class Endpoint:
 
     def framed(
         self,
-        sock: socket.socket,
+        sock: Stream,
         pool: SegmentPool | None,
         segments: SegmentMap | None,
     ) -> FramedSocket:
         """Frames on a socket, with large areas in shared memory where there is some."""
         waiting = self.executor.waiting
-        framed = FramedSocket(sock, self.limits, self.recycler, waiting, self.traffic)
+        framed = FramedSocket(
+            sock,
+            self.limits,
+            self.recycler,
+            waiting,
+            self.traffic,
+            reader=TlsFrameReader if isinstance(sock, TlsSocket) else FrameReader,
+        )
         framed.share_memory(pool, segments)
         return framed
 

@@ -235,6 +235,7 @@ class _FaultyReceiver:
         self._transport = transport
         self._receiver = receiver
         self.complete = receiver.complete
+        self.name_of = receiver.name_of
 
     def serve(self, sender: int, frame: Frame, respond: Respond) -> None:
         send = self._transport.send

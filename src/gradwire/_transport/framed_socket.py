@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 from .._wire import raw_bytes
 from .._wire.frames import HEADER, VERSION, Frame, Header, Limits, Parcel, refusal
@@ -33,12 +33,25 @@ _HEADER: int = HEADER.size
 _PIECE = 4 << 20  # read at a time: larger ones gain nothing
 
 
+class Stream(Protocol):
+    """What is used of a socket here; one with TLS has it, too."""
+
+    def fileno(self) -> int: ...
+    def recv(self, size: int) -> bytes: ...
+    def recv_into(self, buffer: memoryview) -> int: ...
+    def send(self, data: bytes) -> int: ...
+    def sendmsg(self, buffers: list[memoryview]) -> int: ...
+    def setblocking(self, flag: bool) -> None: ...
+    def shutdown(self, how: int) -> None: ...
+    def close(self) -> None: ...
+
+
 class FrameReader:
     """Takes frames out of a socket as they come."""
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         limits: Limits,
         recycler: Recycler,
         traffic: Traffic | None = None,
@@ -165,17 +178,19 @@ class FramedSocket:
 
     def __init__(
         self,
-        sock: socket.socket,
+        sock: Stream,
         limits: Limits,
         recycler: Recycler,
         waiting: Waiting = nullcontext,
         traffic: Traffic | None = None,
+        *,
+        reader: type[FrameReader] = FrameReader,
     ) -> None:
         sock.setblocking(False)
         self.sock = sock
         self.drained_at = 0.0  # when the other end last made room in a full connection
         self._traffic = traffic or Traffic()
-        self.reader = FrameReader(sock, limits, recycler, self._traffic)
+        self.reader = reader(sock, limits, recycler, self._traffic)
         self._pull = self.reader.pull
         self._send = sock.send
         self._pool: SegmentPool | None = None

@@ -22,8 +22,9 @@ from enum import IntEnum
 
 from ..errors import AuthenticationError, ProtocolError
 
-VERSION = 8
-_MAGIC = b"GRADWIRE"
+VERSION = 9
+MAGIC = b"GRADWIRE"
+_TLS = b"\x16\x03"  # what begins a connection with TLS
 _HELLO = struct.Struct("<8sHHIqqQ32s")
 _HEAD = struct.Struct("<8sHHI32s")  # of the challenge; its MAC follows
 HELLO_SIZE = _HELLO.size
@@ -49,6 +50,18 @@ class Verdict(IntEnum):
     WRONG_VERSION = 1
     WRONG_WORKER = 2
     CLOSING = 3
+    TLS_DIFFERS = 4
+    """Only one end uses TLS. Said without TLS, which the other end is prepared for."""
+
+
+_DIFFERS = "one end uses TLS and the other does not: set tls (GRADWIRE_TLS) alike on all workers"
+
+
+class TlsDiffersError(ProtocolError):
+    """One end of a connection uses TLS, and the other one does not."""
+
+    def __init__(self, text: str = _DIFFERS) -> None:
+        super().__init__(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,17 +78,20 @@ class Hello:
 
     def to_bytes(self) -> bytes:
         fields = (self.version, self.purpose, 0, self.sender, self.target, self.link)
-        return _HELLO.pack(_MAGIC, *fields, self.nonce)
+        return _HELLO.pack(MAGIC, *fields, self.nonce)
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Hello:
         """The hello in these bytes.
 
         Raises:
+            TlsDiffersError: it is one of TLS.
             ProtocolError: it is not one.
         """
         magic, version, purpose, _, sender, target, link, nonce = _HELLO.unpack(data)
-        if magic != _MAGIC:
+        if data.startswith(_TLS):
+            raise TlsDiffersError
+        if magic != MAGIC:
             raise ProtocolError(f"not a gradwire connection: it begins {data[:16]!r}")
         try:
             kind = Purpose(purpose)
@@ -90,7 +106,7 @@ def new_hello(purpose: Purpose, sender: int, target: int, link: int) -> Hello:
 
 def challenge(key: bytes, hello: bytes, verdict: Verdict) -> bytes:
     """The acceptor's answer to a hello."""
-    head = _HEAD.pack(_MAGIC, VERSION, verdict, 0, os.urandom(32))
+    head = _HEAD.pack(MAGIC, VERSION, verdict, 0, os.urandom(32))
     return head + _mac(key, b"acceptor", hello, head)
 
 
@@ -104,8 +120,10 @@ def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
     """
     head, mac = answer[: _HEAD.size], answer[_HEAD.size :]
     magic, version, verdict, _, _ = _HEAD.unpack(head)
-    if magic != _MAGIC:
+    if magic != MAGIC:
         raise ProtocolError("what answers there is not a gradwire worker")
+    if verdict == Verdict.TLS_DIFFERS:
+        raise TlsDiffersError
     if verdict == Verdict.WRONG_VERSION:
         raise ProtocolError(f"it speaks version {version}, this worker {VERSION}")
     if not hmac.compare_digest(mac, _mac(key, b"acceptor", hello, head)):

@@ -41,6 +41,7 @@ from ..options import Options
 from . import key_files, keys
 from .base import Card
 from .connector import is_alive
+from .credentials import Credentials
 from .stores import Place, check_place
 from .wait_report import WaitReport
 
@@ -96,6 +97,7 @@ class Meeting:
         check_place(place.rank, place.size)
         self._rank, self._size = place.rank, place.size
         self._where = place.where
+        self._options = options
         self._secrets = key_files.given(options)
         self._trusts_store = options.trust_store
         self._key = b""
@@ -252,23 +254,24 @@ class Meeting:
         key, mine = f"name/{card.name}", str(card.id)
         holder = self._store().compare_set(key, "", mine).decode()
         while holder != mine:
-            problem = self._wait_until_gone(card.id, int(holder))
+            problem = self._wait_until_gone(card, int(holder))
             if problem:
                 self._store().set(f"gone/{card.id}", "1")
                 raise ValueError(f"worker name {card.name!r} is taken by {problem}")
             holder = self._store().compare_set(key, holder, mine).decode()
 
-    def _wait_until_gone(self, me: int, holder: int) -> str:
+    def _wait_until_gone(self, me: Card, holder: int) -> str:
         """Why a name stays its holder's; nothing, when that worker is gone.
 
         One that has just died may not be known to have: its machine may be out of reach, or the
         system may not be done with it. So only one that answers keeps its name at once.
         """
+        credentials = Credentials(self._options, me.id, me.name, self.key())
         pause = _STEP
         while not self._is_gone(holder):
             card = self._published(holder)
             patience = max(0.1, min(_PROBE, self._deadline - time.monotonic()))
-            answers = card and is_alive(me, self.key(), card, patience)
+            answers = card and is_alive(credentials, card, patience)
             if answers is False:
                 break
             if answers:

@@ -25,7 +25,9 @@ from .base import Answer, Card, IsOver, Receiver, Traffic
 from .busy_poll import BusyPoll
 from .connection_pool import Connections, IncomingConnections, OutgoingConnections
 from .connector import Dialer, describe_silence
+from .credentials import Credentials
 from .endpoint import Endpoint, describe_end
+from .framed_socket import Stream
 from .handshake import Hello
 from .listener import Listener
 from .loopback import LoopbackNetwork, LoopbackTransport
@@ -78,6 +80,7 @@ class SocketTransport:
 
     def card(self, name: str, number: int, main: str) -> Card:
         """This worker's card."""
+        self._name = name
         return Card(
             name=name,
             id=number,
@@ -94,9 +97,11 @@ class SocketTransport:
         options = self._options
         self._me = me
         self._own.start(me, key, receiver)
+        credentials = Credentials(options, me, self._name, key)
+        if options.tls is False:
+            self._warn_of_plain_connections()
         self._endpoint = Endpoint(
-            me=me,
-            key=key,
+            credentials=credentials,
             executor=self._executor,
             poller=self._poller,
             receiver=receiver,
@@ -106,11 +111,11 @@ class SocketTransport:
             traffic=self.traffic,
         )
         self._acceptor = Acceptor(
-            me,
-            key,
+            credentials,
             poller=self._poller,
             executor=self._executor,
             welcome=self._welcome,
+            name_of=receiver.name_of,
         )
         self._poller.start()
         for listener in self._listeners:
@@ -203,6 +208,7 @@ class SocketTransport:
         where = addresses.bind_address(options, rendezvous)
         tcp = addresses.listen_tcp(where, options.ports)
         self._tcp = addresses.advertised(tcp, options)
+        self._bound_to = tcp.getsockname()
         self._listeners.append(self._listener(tcp))
 
     def _listener(self, sock: socket.socket) -> Listener:
@@ -235,8 +241,7 @@ class SocketTransport:
             self._endpoint,
             to,
             dialer=Dialer(
-                self._endpoint.me,
-                self._endpoint.key,
+                self._endpoint.credentials,
                 to,
                 unix=unix,
                 silence=(self._options.host_heartbeat, self._options.heartbeat),
@@ -270,7 +275,14 @@ class SocketTransport:
         assert self._acceptor is not None  # listeners are watched from `start` on
         self._acceptor.take(sock)
 
-    def _welcome(self, hello: Hello, sock: socket.socket) -> None:
+    def _warn_of_plain_connections(self) -> None:
+        if not addresses.is_loopback(self._bound_to):
+            log.warning(
+                "TLS is off (tls=False): who can read or alter the traffic with other machines can "
+                "run any code on this one"
+            )
+
+    def _welcome(self, hello: Hello, sock: Stream) -> None:
         self._incoming(hello).accept(hello.purpose, sock)
 
     def _incoming(self, hello: Hello) -> IncomingConnections:

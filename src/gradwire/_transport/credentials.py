@@ -1,0 +1,128 @@
+"""How a worker proves who it is: by the world's key, and to other machines with a certificate, too.
+
+TLS is of version 1.3, and both ends have a certificate with the worker's name. These are the user's
+(`Options.tls_ca`, `tls_cert`, `tls_key`), read again for every connection, so that they can be
+replaced under way. Or they are the world's own: its authority has a private key that is made of the
+world's key, so every worker knows it, and issues itself a certificate that is valid for a day. No
+files to manage, and nothing to revoke.
+
+What does not leave the machine is not encrypted: who could read it could read our memory as well.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import ssl
+import tempfile
+import threading
+import time
+
+from ..errors import AuthenticationError, GradwireError
+from ..options import Options
+from .tls_socket import TlsSocket
+
+_RENEW = 12 * 3600.0  # seconds after which to issue another one
+_LACKS = (
+    "connections to other machines use TLS, which needs the package cryptography: install "
+    "'gradwire[tls]', or give tls_ca, tls_cert and tls_key, or on a network that you trust "
+    "tls=False (GRADWIRE_TLS=0)"
+)
+
+
+class Credentials:
+    """Those of one worker."""
+
+    def __init__(self, options: Options, me: int, name: str, key: bytes) -> None:
+        self.me = me
+        self.key = key
+        self._wanted = options.tls
+        self._files = options.tls_ca, options.tls_cert, options.tls_key
+        self._name = name
+        self._lock = threading.Lock()
+        self._pem: tuple[str, bytes] | None = None
+        self._issued_at = 0.0
+
+    def needs_tls(self, sock: socket.socket) -> bool:
+        """Whether a connection has to use TLS. Both ends come to the same answer."""
+        if sock.family == socket.AF_UNIX:
+            return False
+        return leaves_machine(sock) if self._wanted is None else self._wanted
+
+    def with_tls(self, sock: socket.socket, *, accepts: bool) -> TlsSocket:
+        """TLS around a connection, before anything was said.
+
+        Raises:
+            GradwireError: there can be no certificate.
+        """
+        kind = ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT
+        context = ssl.SSLContext(kind)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = (
+            False  # it is the worker's name that counts: `check_name`
+        )
+        context.verify_mode = ssl.CERT_REQUIRED
+        if accepts:
+            context.num_tickets = 0  # each connection is verified anew
+        self._load(context)
+        return TlsSocket(sock, context)
+
+    def _load(self, context: ssl.SSLContext) -> None:
+        ca, certificate, key = self._files
+        if ca and certificate and key:
+            try:
+                context.load_verify_locations(ca)
+                context.load_cert_chain(certificate, key)
+            except (OSError, ssl.SSLError) as error:
+                raise GradwireError(
+                    f"cannot use tls_ca={ca!r}, tls_cert={certificate!r}, tls_key={key!r}: {error}"
+                ) from None
+            return
+        with self._lock:
+            if self._pem is None or time.monotonic() > self._issued_at + _RENEW:
+                self._pem = _issue(self.key, self._name)
+                self._issued_at = time.monotonic()
+            authority, chain = self._pem
+        context.load_verify_locations(cadata=authority)
+        # OpenSSL takes certificates and keys from files only. This one is for us alone.
+        file, path = tempfile.mkstemp(prefix="gradwire-")
+        try:
+            with open(file, "wb") as out:
+                out.write(chain)
+            context.load_cert_chain(path)
+        finally:
+            os.unlink(path)
+
+
+def check_name(sock: TlsSocket, name: str | None) -> None:
+    """Whether the other end is the worker of that name.
+
+    Raises:
+        AuthenticationError: its certificate is another one's.
+    """
+    names = sock.names()
+    if name is None or name not in names:
+        shown = ", ".join(sorted(names)) or "no names"
+        raise AuthenticationError(f"its certificate is for {shown}, not for {name!r}")
+
+
+def leaves_machine(sock: socket.socket) -> bool:
+    """Whether the other end is on another machine."""
+    ours, theirs = (_address(a) for a in (sock.getsockname(), sock.getpeername()))
+    return not (theirs.is_loopback or ours == theirs)
+
+
+def _address(address: tuple[str, int]) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(address[0].partition("%")[0])
+    if isinstance(found, ipaddress.IPv6Address) and found.ipv4_mapped:
+        return found.ipv4_mapped
+    return found
+
+
+def _issue(world_key: bytes, name: str) -> tuple[str, bytes]:
+    try:
+        from .world_authority import issue
+    except ModuleNotFoundError:
+        raise GradwireError(_LACKS) from None
+    return issue(world_key, name)
