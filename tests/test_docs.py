@@ -155,15 +155,41 @@ def test_every_option_is_documented() -> None:
     assert [name for name in gw.Options.names() if f"`{name}`" not in text] == []
 
 
+REFERENCE = (ROOT / "docs" / "reference.md").read_text()
+
+
 def test_every_public_function_is_in_the_reference() -> None:
-    text = (ROOT / "docs" / "reference.md").read_text()
-    listed = {
-        word
-        for line in re.findall(r"members: \[(.*)\]", text)
-        for word in line.split(", ")
-    }
+    listed = set(re.findall(r"^::: gradwire\.(\w+)$", REFERENCE, re.M))
+    for line in re.findall(r"members: \[(.*)\]", REFERENCE):
+        listed |= set(line.split(", "))
     functions = {n for n in gw.__all__ if callable(getattr(gw, n)) and not is_error(n)}
     assert functions - listed == set()
+
+
+@pytest.mark.parametrize("kind", [gw.Worker, gw.RRef])
+def test_the_reference_names_members_that_are_there_and_say_what_they_are(
+    kind: type,
+) -> None:
+    (listed,) = re.findall(
+        rf"::: gradwire\.{kind.__name__}\n    options:\n      members: \[(.*)\]",
+        REFERENCE,
+    )
+    assert [
+        name for name in listed.split(", ") if not getattr(kind, name).__doc__
+    ] == []
+
+
+FUNCTIONS = [n for n in gw.__all__ if inspect.isfunction(getattr(gw, n))]
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_public_function_explains_its_arguments(name: str) -> None:
+    function = getattr(gw, name)
+    text = inspect.getdoc(function) or ""
+    if "those of `rpc_sync`" in text:
+        text += inspect.getdoc(gw.rpc_sync) or ""
+    parameters = inspect.signature(function).parameters
+    assert [p for p in parameters if not re.search(rf"\b{p}\b", text)] == []
 
 
 def is_error(name: str) -> bool:

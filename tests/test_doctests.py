@@ -9,6 +9,7 @@ from types import ModuleType
 
 import pytest
 import torch
+from torch.distributed import HashStore
 
 import gradwire
 from gradwire.testing import World
@@ -29,9 +30,10 @@ def modules_with_examples() -> list[str]:
     ]
 
 
-def examples(module: ModuleType) -> list[doctest.DocTest]:
+def examples(module: ModuleType, world: World) -> list[doctest.DocTest]:
     finder = doctest.DocTestFinder(exclude_empty=True)
     known = {"torch": torch, "threading": threading, "gw": gradwire}
+    known |= {"world": world, "HashStore": HashStore}
     return [t for t in finder.find(module, extraglobs=known) if t.examples]
 
 
@@ -52,12 +54,11 @@ def test_the_modules_that_users_read_first_have_examples() -> None:
 
 
 @pytest.mark.parametrize("name", modules_with_examples())
-@pytest.mark.usefixtures("world")
-def test_examples_do_what_they_say(name: str) -> None:
+def test_examples_do_what_they_say(name: str, world: World) -> None:
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     report: list[str] = []
     written = 0
-    for test in examples(importlib.import_module(name)):
+    for test in examples(importlib.import_module(name), world):
         runner.run(test, out=report.append)
         written += len(test.examples)
     assert runner.failures == 0, "".join(report)

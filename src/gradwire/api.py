@@ -60,12 +60,18 @@ def init_rpc(  # noqa: PLR0913 torch's signature
     store: Store | None = None,
     **options: Any,
 ) -> Worker:
-    """Join a world as worker `name`, and make it this process's current worker.
+    """Join a world as one of its workers, which becomes this process's current one.
 
-    The name is `GRADWIRE_NAME` or `worker<rank>` by default. Workers meet at `init_method`
-    (`env://` by default, `tcp://host:port`, `file:///path`) or at a `store`. Without
-    `world_size` the world is elastic: workers come and go. So it is with `min_workers`, and then
-    this waits until so many have come. Further keywords are fields of `Options`.
+    Args:
+        name: The worker's name. Default: `GRADWIRE_NAME`, or `worker<rank>`.
+        backend: torch has several; leave it out.
+        rank: The worker's number; it becomes its id. Default: `RANK`, with `env://`.
+        world_size: How many workers there are. Default: `WORLD_SIZE`, with `env://`. Without, the
+            world is elastic: workers come and go.
+        rpc_backend_options: `Options`, or each of them by its own name as a keyword.
+        init_method: Where workers meet: `env://` (the default), `tcp://host:port` or `file:///path`.
+        store: A store of `torch.distributed` to meet in, in place of `init_method`.
+        options: Fields of `Options`.
 
     Returns:
         The worker; use it in a `with` block to have it shut down.
@@ -74,6 +80,10 @@ def init_rpc(  # noqa: PLR0913 torch's signature
         ClosedError: this process has a current worker already.
         ValueError: the name or rank is taken, or an option makes no sense.
         GradwireError: the others did not come within `join_timeout`.
+
+    >>> with gw.init_rpc("alone", rank=0, world_size=1, store=HashStore()) as worker:
+    ...     worker.name, worker.id
+    ('alone', 0)
     """
     if backend is not None:
         raise ValueError(
@@ -116,6 +126,10 @@ def prepare(worker: Worker) -> None:
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     """Leave the world: together with all others when graceful, else at once.
+
+    Args:
+        graceful: Whether to wait until all workers want to leave and all calls are done.
+        timeout: Seconds to wait for that; 0 and the default have no limit.
 
     Raises:
         CallTimeout: others did not come to the end in time; the worker is closed all the same.
@@ -161,11 +175,17 @@ def rpc_sync(
 ) -> Any:
     """Call `func(*args, **kwargs)` on a worker and wait for its result.
 
-    With `retries` a function marked as `idempotent` is called again, so often, when the worker is
-    lost and has come back under its name: all within the one `timeout`.
+    Args:
+        to: The worker: its name, id or `WorkerInfo`.
+        func: Anything that can be called. It goes by name if that can be imported, else by value.
+        args: Arguments, in a tuple or list.
+        kwargs: Arguments by name.
+        timeout: Seconds; 0 has no limit. Default: `Options.timeout`.
+        retries: How often a function marked as `idempotent` is called again when the worker is lost
+            and has come back under its name: all within the one `timeout`.
 
     Raises:
-        CallTimeout: no answer within `timeout` seconds (0: no limit; default: `Options.timeout`).
+        CallTimeout: no answer in time.
         WorkerLostError: the worker is gone.
         Exception: what the function raised there; its cause tells where.
 
@@ -192,6 +212,8 @@ def rpc_async(
 ) -> CallFuture:
     """Call `func(*args, **kwargs)` on a worker; the future of its result, which can be awaited.
 
+    The arguments are those of `rpc_sync`. What it raises is raised where the future is waited for.
+
     >>> futures = [rpc_async("worker1", max, args=(i, 2)) for i in range(4)]
     >>> [future.wait() for future in futures]
     [2, 2, 2, 3]
@@ -215,9 +237,9 @@ def remote(
 ) -> RRef[Any]:
     """Call `func(*args, **kwargs)` on a worker; at once, a reference to its result there.
 
-    What the function raises is raised where the reference is used. With `serial`, methods of the
-    object that it returns run one at a time when workers call them, in the order in which the calls
-    reach it (`gw.serial` marks a class for that); without, at the same time.
+    What it raises is raised where the reference is used. Arguments are those of `rpc_sync`. With
+    `serial`, methods of the object that it returns run one at a time, in the order in which calls
+    of workers reach it (`gw.serial` marks a class for that); else at the same time.
 
     >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
     >>> rref.rpc_sync().sum()
@@ -233,7 +255,12 @@ def remote(
 
 
 def debug_info() -> dict[str, Any]:
-    """Calls in flight, values owned and who holds them, references held and on their way."""
+    """What this worker owns, holds and waits for at the moment.
+
+    >>> rref = remote("worker1", list)
+    >>> [held["owner"] for held in debug_info()["held"]]
+    ['worker1']
+    """
     return current_worker().debug_info()
 
 
@@ -278,9 +305,15 @@ def backward(
     """Run one backward pass from these losses, through all workers of a context.
 
     The gradients are kept in the context, on the worker that has the leaf (`get_gradients`), and
-    those of several passes add up. With `accumulate` they are also added to `.grad` there. With
-    `create_graph` they can be differentiated again. It may take its time, unless it is given a
-    `timeout` in seconds.
+    those of several passes add up.
+
+    Args:
+        context_id: What `context()` gave.
+        roots: Losses of this worker: tensors of one element each.
+        retain_graph: Keep the graph for another pass.
+        create_graph: Record the pass itself, so that the gradients can be differentiated again.
+        accumulate: Add the gradients to `.grad` of the leaves as well.
+        timeout: Seconds. Default: it may take its time.
 
     Raises:
         GradwireError: something is wrong with the arguments, or a backward failed on some worker:
@@ -310,7 +343,7 @@ def backward(
 
 @uncompiled
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients of this worker's leaves in a context.
+    """The gradients of this worker's leaves in a context, by the `context_id` that it gave.
 
     Raises:
         GradwireError: there is no such context.
@@ -340,7 +373,13 @@ def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
 ) -> tuple[Tensor | None, ...]:
     """The gradients of `outputs` by `inputs`, both of this worker, along all paths over workers.
 
-    As `torch.autograd.grad`: nothing is kept in the context. Raises what `backward` does.
+    As `torch.autograd.grad`: nothing is kept in the context. Raises what `backward` does, and
+    `context_id`, `retain_graph`, `create_graph` and `timeout` are those of it.
+
+    Args:
+        outputs: What is differentiated.
+        inputs: By what. One that has no part in them is an error, or None if `allow_unused`.
+        grad_outputs: The gradients of the outputs; needed for those of more than one element.
 
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> with context() as ctx:
@@ -365,21 +404,28 @@ def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
 
 @uncompiled
 def barrier(timeout: float | None = None) -> None:
-    """Wait until all workers have called this."""
+    """Wait until all workers have called this, for at most `timeout` seconds.
+
+    >>> _ = world.run(lambda worker: gw.barrier())
+    """
     with hidden_frames:
         current_worker().barrier(timeout)
 
 
 @uncompiled
 def all_gather(value: Any, timeout: float | None = None) -> dict[str, Any]:
-    """What every worker gave, by name. All workers call it, in the same order."""
+    """The `value` of every worker, by name, within `timeout` seconds. All call it, in one order.
+
+    >>> world.run(lambda worker: gw.all_gather(worker.id))[0]
+    {'worker0': 0, 'worker1': 1}
+    """
     with hidden_frames:
         return current_worker().all_gather(value, timeout)
 
 
 @uncompiled
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Who a worker is; without a name, who this one is.
+    """Name and id of a worker; without a `worker_name`, of this one.
 
     >>> get_worker_info("worker1")
     WorkerInfo(name='worker1', id=1)
@@ -390,25 +436,38 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 @uncompiled
 def get_worker_infos() -> list[WorkerInfo]:
-    """Who is in the world, in order of ids."""
+    """Who is in the world, in order of ids.
+
+    >>> [info.name for info in get_worker_infos()]
+    ['worker0', 'worker1']
+    """
     return current_worker().get_worker_infos()
 
 
 def on_join(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-    """Be told of every newcomer; returns what ends that."""
+    """Call `callback(info)` for every worker that joins. Returns a function that stops this.
+
+    >>> stop = on_join(lambda info: print(info.name, "is here"))
+    >>> stop()
+    """
     return current_worker().on_join(callback)
 
 
 def on_leave(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-    """Be told of every worker that leaves or is lost; returns what ends that."""
+    """Call `callback(info)` for every one that leaves or is lost. Returns what stops this.
+
+    >>> stop = on_leave(lambda info: print(info.name, "is gone"))
+    >>> stop()
+    """
     return current_worker().on_leave(callback)
 
 
 def register_reducer(kind: type, reducer: Reducer) -> None:
     """Pickle objects of exactly this type with `reducer`, as `copyreg.pickle` would, in all calls.
 
-    The reducer returns a callable and its arguments, which may hold tensors: they travel beside the
-    pickle like all others.
+    Args:
+        kind: The type; subclasses of it are not meant.
+        reducer: Returns a callable and its arguments, which may hold tensors as all others do.
     """
     _reducers[kind] = reducer
     for worker in (_thread.worker, _process):

@@ -68,7 +68,14 @@ class Kinds:
 
 
 class Worker:
-    """One participant of a world. Use it in a `with` block, or call `shutdown`."""
+    """One participant of a world. Use it in a `with` block, or call `shutdown`.
+
+    `gw.init_rpc` and `gw.local_world` make one; the functions of `gradwire` are its methods.
+
+    >>> worker = world[1]  # of a gw.testing.World(2)
+    >>> worker.name, worker.id, worker.rpc_sync("worker0", max, (1, 2))
+    ('worker1', 1, 2)
+    """
 
     def __init__(
         self,
@@ -154,18 +161,22 @@ class Worker:
 
     @property
     def name(self) -> str:
+        """Its name: unique in the world, and free again after its end."""
         return self.card.name
 
     @property
     def id(self) -> int:
+        """Its number: its rank in a world of fixed size, else the next one. Never used twice."""
         return self.card.id
 
     @property
     def info(self) -> WorkerInfo:
+        """Its name and id, as other workers get them."""
         return self.card.info
 
     @property
     def is_closed(self) -> bool:
+        """Whether it has left the world."""
         return self._closed
 
     def start(self, cards: list[Card], key: bytes, meeting: Meeting | None) -> None:
@@ -221,7 +232,7 @@ class Worker:
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> Any:
-        """Call a function on a worker and wait for its result."""
+        """Call a function on a worker and wait for its result: `gw.rpc_sync` as this worker."""
         return self._agent.call_sync(to, func, args, kwargs, timeout)
 
     def rpc_async(
@@ -232,7 +243,7 @@ class Worker:
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> CallFuture:
-        """Call a function on a worker; the future of its result."""
+        """Call a function on a worker; the future of its result: `gw.rpc_async` as this worker."""
         return self._agent.call_async(to, func, args, kwargs, timeout)
 
     def remote(
@@ -243,7 +254,7 @@ class Worker:
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> RRef[Any]:
-        """Call a function on a worker; a reference to its result, which stays there."""
+        """Call a function on a worker; a reference to its result: `gw.remote` as this worker."""
         return self.references.remote(to, func, args, kwargs, timeout)
 
     def debug_info(self) -> dict[str, Any]:
@@ -285,11 +296,11 @@ class Worker:
         return [card.info for card in self._agent.members.cards()]
 
     def on_join(self, callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-        """Be told of every newcomer; returns what ends that."""
+        """Call `callback(info)` for every worker that joins. Returns what stops this."""
         return self._agent.joined.subscribe(callback)
 
     def on_leave(self, callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-        """Be told of every worker that leaves or is lost; returns what ends that."""
+        """Call `callback(info)` for every worker that is gone. Returns what stops this."""
         return self._agent.gone.subscribe(callback)
 
     def wait_for(self, name: str, lost: int, deadline: float) -> bool:

@@ -22,7 +22,7 @@ _MARK = "__gradwire_serial__"
 
 
 def serial(cls: C) -> C:
-    """Mark a class: methods of its objects run one at a time when other workers call them.
+    """Mark a class, `cls`: workers' calls of methods of one of its objects run one at a time.
 
     In the order in which the calls reach the object. Without it they run at the same time, in
     several threads.

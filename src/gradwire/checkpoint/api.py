@@ -25,9 +25,14 @@ def save(
 ) -> None:
     """Write a checkpoint of a model into a folder; each owner writes what it has.
 
-    The folder is one that all owners see. What was saved in it before stays whole until the new
-    one is complete, also if this is killed. `extra` is plain data and tensors, for `load` to
-    return. No one should step meanwhile.
+    What was saved in it before stays whole until the new one is complete, also if this is killed.
+    No one should step meanwhile.
+
+    Args:
+        path: A folder that all owners see.
+        model: Any module; those of its children that are remote are saved by their owners.
+        optimizer: The optimizer of its parameters, if its state is to be saved, too.
+        extra: Plain data and tensors, for `load` to return.
 
     Raises:
         GradwireError: an owner does not see the folder, or another save into it is under way.
@@ -50,8 +55,13 @@ def load(
 ) -> dict[str, Any]:
     """Read a checkpoint into a model, which may be on other workers than the one it was made of.
 
-    Names and shapes are looked at before anything is changed. With `strict` the names have to be
-    the same; else those that are in both are read.
+    Names and shapes are looked at before anything is changed.
+
+    Args:
+        path: The folder.
+        model: The model to fill.
+        optimizer: The optimizer to fill, if its state was saved.
+        strict: Whether the names have to be the same; else those that are in both are read.
 
     Returns:
         The `extra` of `save`.
