@@ -125,14 +125,11 @@ def prepare(worker: Worker) -> None:
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
-    """Leave the world: together with all others when graceful, else at once.
-
-    Args:
-        graceful: Whether to wait until all workers want to leave and all calls are done.
-        timeout: Seconds to wait for that; 0 and the default have no limit.
+    """Leave the world: together with all others when `graceful`, else at once.
 
     Raises:
-        CallTimeout: others did not come to the end in time; the worker is closed all the same.
+        CallTimeout: others did not come to the end within `timeout` seconds (0 and the default have
+            no limit); the worker is closed all the same.
     """
     global _process
     worker = current_worker()
@@ -304,8 +301,7 @@ def backward(
 ) -> None:
     """Run one backward pass from these losses, through all workers of a context.
 
-    The gradients are kept in the context, on the worker that has the leaf (`get_gradients`), and
-    those of several passes add up.
+    The gradients are kept in the context, where the leaf is; those of several passes add up.
 
     Args:
         context_id: What `context()` gave.
@@ -466,7 +462,7 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
     """Pickle objects of exactly this type with `reducer`, as `copyreg.pickle` would, in all calls.
 
     Args:
-        kind: The type; subclasses of it are not meant.
+        kind: The type, and no subclass of it.
         reducer: Returns a callable and its arguments, which may hold tensors as all others do.
     """
     _reducers[kind] = reducer
