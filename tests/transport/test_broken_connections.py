@@ -30,6 +30,7 @@ from tests.transport.slow_network import Proxy
 from tests.worlds import (
     LIMIT,
     close_world,
+    meanwhile,
     open_world,
     socket_world,
     together,
@@ -388,3 +389,37 @@ def test_a_burst_that_is_over_at_once_leaves_its_connection_watched(
             shared._start_timer()
         future = workers[0].rpc_async("worker1", max, (3, 4))
         wait_until(future.done)  # nobody waits for it, so the poller has to read it
+
+
+GATES: list[threading.Event] = []
+
+
+def pass_one_of(gates: int) -> None:
+    assert GATES[gates].wait(LIMIT)
+
+
+def test_a_callback_that_waits_for_another_response_gets_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(globals(), "GATES", [threading.Event(), threading.Event()])
+    other_came, seen = threading.Event(), []
+    with socket_world(2) as workers:
+        assert workers[0].rpc_async("worker1", max, (1, 2)).wait() == 2
+        one, other = (
+            workers[0].rpc_async("worker1", pass_one_of, (i,)) for i in range(2)
+        )
+
+        def keep_the_reader(_: Any) -> None:
+            GATES[1].set()
+            seen.append(other_came.wait(LIMIT / 2))
+
+        def open_when_read() -> None:
+            role = link(workers[0]).shared._role
+            wait_until(lambda: role.waiters and role.is_taken)
+            GATES[0].set()
+
+        one.add_done_callback(keep_the_reader)
+        other.add_done_callback(lambda _: other_came.set())
+        with meanwhile(open_when_read):
+            one.wait(LIMIT)  # reads its response, and is kept by what that calls
+        assert seen == [True]

@@ -82,6 +82,7 @@ class Connection:
         self._lock = threading.Lock()
         self._users = 0
         self._ended = False
+        self._end_is_told = False
         self.is_owed = False  # a lease's request was sent, its response has not come
         self.queue = SendQueue(framed, endpoint.executor.waiting)
         self._timer_runs = False
@@ -89,6 +90,7 @@ class Connection:
         self._exchanges: dict[int, Exchange] = {}  # by call
         self._posted = 0
         self._answered = 0
+        self._answered_then = 0  # when the timer was started
 
     def __repr__(self) -> str:
         use = "leased" if self._is_leased else "shared"
@@ -139,11 +141,18 @@ class Connection:
         """See to it that what was held back goes out soon, and that someone reads."""
         if not self._timer_runs:
             self._timer_runs = True
+            self._answered_then = self._answered
             self._endpoint.executor.call_at(time.monotonic() + _HOLD, self._time_is_up)
 
     def _time_is_up(self) -> None:
         self._timer_runs = False
         self.queue.try_flush()
+        if self._role.unopened and self._answered == self._answered_then:
+            # A user's callback keeps who was to deliver them.
+            for _ in range(len(self._role.unopened)):
+                self._endpoint.executor.submit(self._deliver_next)
+        elif self._role.unopened:
+            self._start_timer()
         self._hand_over(None)
 
     # A call on a leased connection
@@ -263,6 +272,7 @@ class Connection:
                 with self._lock:
                     step = Step.SLEEP if self._ended else role.step(call, bell)
                 if step is Step.DELIVER:
+                    self._start_timer()  # a user's callback may keep this thread
                     self._deliver_next()
                 elif step is Step.READ:
                     self._read(deadline, answer)
@@ -275,6 +285,7 @@ class Connection:
                 if _is_past(deadline):
                     return
             for _ in range(min(len(role.unopened), _MOST_IN_PASSING)):
+                self._start_timer()
                 self._deliver_next()  # likely what this thread asks for next
         finally:
             self._leave(call)
@@ -292,7 +303,8 @@ class Connection:
     def _leave(self, call: int) -> None:
         with self._lock:
             next_reader = self._role.leave(call)
-        if next_reader is None and self._posted > self._answered:
+        is_more_due = self._role.unopened or self._posted > self._answered
+        if next_reader is None and is_more_due:
             self._start_timer()  # who left will soon wait for the next
         else:
             self._hand_over(next_reader)
@@ -328,8 +340,6 @@ class Connection:
             next_reader = self._role.give_up()
         if next_reader is not None:
             next_reader.ring()
-        elif len(self._role.unopened) > 1:
-            self._start_timer()  # user callbacks may keep this thread
         self._take_notes()
 
     def _deliver_next(self) -> None:
@@ -474,9 +484,20 @@ class Connection:
             log.warning("closed a connection with worker %d: %s", self.peer, why)
         self._endpoint.poller.drop(self)
         self.framed.hang_up()
-        if not self._is_leased:
+        self._fail_rest(why)
+
+    def _fail_rest(self, why: BaseException | None) -> None:
+        """Fail what waits, when the responses that have come are delivered. Once."""
+        if self._role.unopened and not self._is_leased:
+            # A user's callback may keep this thread: then another goes on.
+            another = partial(self._fail_rest, why)
+            self._endpoint.executor.call_at(time.monotonic() + _HOLD, another)
             while self._role.unopened:
                 self._deliver_next()
+        with self._lock:
+            if self._end_is_told:
+                return
+            self._end_is_told = True
         self._on_ended(self, why)
         for exchange in list(self._exchanges.values()):
             exchange.fail("connection closed")
