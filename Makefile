@@ -44,6 +44,7 @@ docs: .venv/.docs
 
 # The tests whose number of cases is a choice. Such a test may take long: give it the time.
 fuzz: .venv/.test
+	GRADWIRE_FUZZ=$(FUZZ) $(BIN)/python -m tests.simulate
 	GRADWIRE_FUZZ=$(FUZZ) $(PYTEST) -m fuzz --timeout=1800 $(ARGS)
 
 clean:

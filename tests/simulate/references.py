@@ -113,13 +113,12 @@ class SimulatedWorker:
 
     def is_here(self, value: int) -> bool:
         """Whether a value is referred to: by the books, by a handle, by the call that makes it."""
+        return value in self.values_here()
+
+    def values_here(self) -> set[int]:
         opened = [*self.handles, *(h for a in self.arrivals for h in a.handles)]
-        return (
-            value in self.kept
-            or value in self.awaited
-            or any(h.holding == Holding(self.me, value, 0) for h in opened)
-            or any(r.makes == value for r in self.running)
-        )
+        used = {h.holding.value for h in opened if h.holding.owner == self.me}
+        return self.kept | self.awaited | used | {r.makes for r in self.running}
 
     def own(self) -> None:
         """`RRef(value)`."""
@@ -476,11 +475,17 @@ class World:
 
     def check(self) -> None:
         for worker in self.living:
+            self.check_around(worker)
+
+    def check_around(self, changed: SimulatedWorker) -> None:
+        """What may be wrong after a worker has done something."""
+        for worker in self.living:
             for handle in worker.handles:
                 owner = self.workers[handle.holding.owner]
-                if handle.is_good and owner.me not in self.dead:
+                is_concerned = changed in (worker, owner)
+                if is_concerned and handle.is_good and owner.me not in self.dead:
                     self.check_handle(worker, owner, handle.holding)
-            self.check_values(worker)
+        self.check_values(changed)
 
     def check_handle(
         self, worker: SimulatedWorker, owner: SimulatedWorker, holding: Holding
@@ -501,7 +506,7 @@ class World:
             )
 
     def check_values(self, worker: SimulatedWorker) -> None:
-        here = {value for value in worker.made if worker.is_here(value)}
+        here = worker.made & worker.values_here()
         assert not here & worker.ended_values, "a value has come back"
         worker.ended_values |= worker.made - here
         assert len(worker.owner) == len(worker.kept)
