@@ -51,9 +51,7 @@ log = logging.getLogger("gradwire")
 
 _RESPONSES = (RESULT, FAILURE)
 _QUIET = 0.5  # seconds without a request before a serving thread is given back
-_HOLD = (
-    0.002  # seconds that small frames may wait for others, and responses for a reader
-)
+_HOLD = 0.002  # seconds small frames may wait for others, and responses for a reader
 _MANY = 16  # requests in flight from which on small frames wait for others
 _MOST_IN_PASSING = 64  # responses that a waiter delivers beside its own
 
@@ -78,19 +76,17 @@ class Connection:
         self._endpoint = endpoint
         self.framed = framed
         self._is_leased = is_leased
-        self._on_ended = ended
+        self._on_ended: Ended | None = ended
         self._lock = threading.Lock()
         self._users = 0
         self._ended = False
-        self._end_is_told = False
         self.is_owed = False  # a lease's request was sent, its response has not come
         self.queue = SendQueue(framed, endpoint.executor.waiting)
-        self._timer_runs = False
+        self._timer: int | None = None  # while it runs: `_answered` when it was started
         self._role: ReaderRole[Frame, Bell] = ReaderRole(framed.reader.frames)
         self._exchanges: dict[int, Exchange] = {}  # by call
         self._posted = 0
         self._answered = 0
-        self._answered_then = 0  # when the timer was started
 
     def __repr__(self) -> str:
         use = "leased" if self._is_leased else "shared"
@@ -139,15 +135,14 @@ class Connection:
 
     def _start_timer(self) -> None:
         """See to it that what was held back goes out soon, and that someone reads."""
-        if not self._timer_runs:
-            self._timer_runs = True
-            self._answered_then = self._answered
+        if self._timer is None:
+            self._timer = self._answered
             self._endpoint.executor.call_at(time.monotonic() + _HOLD, self._time_is_up)
 
     def _time_is_up(self) -> None:
-        self._timer_runs = False
+        answered, self._timer = self._timer, None
         self.queue.try_flush()
-        if self._role.unopened and self._answered == self._answered_then:
+        if self._role.unopened and self._answered == answered:
             # A user's callback keeps who was to deliver them.
             for _ in range(len(self._role.unopened)):
                 self._endpoint.executor.submit(self._deliver_next)
@@ -227,7 +222,7 @@ class Connection:
         """
         self._posted += 1
         is_burst = self._posted - self._answered > _MANY
-        if is_burst and not self._timer_runs:
+        if is_burst and self._timer is None:
             # To read responses one by one as they come would slow it down.
             with self._lock:
                 if not self._ended:
@@ -331,16 +326,13 @@ class Connection:
         except BROKEN as error:
             broken = error
         finally:
-            self._give_up_role()
+            with self._lock:
+                next_reader = self._role.give_up()
+            if next_reader is not None:
+                next_reader.ring()
+            self._take_notes()
         if broken is not None:
             self.end(broken)
-
-    def _give_up_role(self) -> None:
-        with self._lock:
-            next_reader = self._role.give_up()
-        if next_reader is not None:
-            next_reader.ring()
-        self._take_notes()
 
     def _deliver_next(self) -> None:
         with self._lock:
@@ -495,10 +487,10 @@ class Connection:
             while self._role.unopened:
                 self._deliver_next()
         with self._lock:
-            if self._end_is_told:
-                return
-            self._end_is_told = True
-        self._on_ended(self, why)
+            ended, self._on_ended = self._on_ended, None
+        if ended is None:
+            return
+        ended(self, why)
         for exchange in list(self._exchanges.values()):
             exchange.fail("connection closed")
         with self._lock:
