@@ -166,6 +166,9 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             grad = obj.requires_grad
             inner = obj.detach().as_subclass(torch.Tensor).requires_grad_(grad)
             return _as_subclass, (kind, inner, vars(obj))
+        recipe = tensor_kinds.on_device(obj)
+        if recipe is not None:
+            return tensor_kinds.put_together, recipe
         return (
             NotImplemented  # it has state of its own, and a __reduce_ex__ that knows it
         )

@@ -62,6 +62,19 @@ def take_apart(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
     raise TypeError(f"cannot send a tensor of {tensor.layout}, {tensor.dtype}")
 
 
+def on_device(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
+    """The recipe of a tensor of a backend written in Python: they have a type of their own.
+
+    On the CPU they are plain tensors. All else with a type of its own has that there, too.
+    """
+    if tensor.is_cpu or tensor.is_meta or tensor.layout is not torch.strided:
+        return None
+    copy = tensor.detach().cpu()
+    if type(copy) is not torch.Tensor:
+        return None
+    return "device", (str(tensor.device), copy, tensor.requires_grad)
+
+
 def put_together(name: str, parts: tuple[Any, ...]) -> torch.Tensor:
     """The tensor that `take_apart` described."""
     return _RECIPES[name](*parts)
