@@ -30,8 +30,6 @@ from gradwire._autograd.actions import (
 )
 from gradwire._autograd.pass_state import Progress
 
-from .simulation import Simulation, Wrong
-
 Slots = frozenset[Slot]
 
 
@@ -195,14 +193,17 @@ class Flight:
     due: float = 0.0
 
 
-class Pass:
-    """One pass. Every fourth fails somewhere, or loses a worker, at some step, or at this one."""
+class Wrong(AssertionError):
+    """What must not happen."""
+
+
+class Simulation:
+    """One pass. `fails`: it may fail somewhere, or a worker go away, at some step."""
 
     def __init__(
-        self, seed: int, crash_at: int | None = None, *, world: World | None = None
+        self, seed: int, world: World | None = None, *, fails: bool = False
     ) -> None:
-        self.simulation = Simulation(seed)
-        self.chance = self.simulation.chance
+        self.chance = random.Random(seed)
         self.world = world or draw(self.chance)
         self.live = self.world.live()
         self.workers = [Worker(i, graph) for i, graph in enumerate(self.world.graphs)]
@@ -212,18 +213,17 @@ class Pass:
         self.messages = 0
         """Steps, with which their answers, and ends that were told by themselves."""
         self.clock = 0.0
-        if crash_at is None and seed % 4 == 3:
-            crash_at = self.chance.randrange(40)
-        self._fails_at = crash_at
+        self._fails_at = self.chance.randrange(40) if fails else -1
 
     def run(self) -> None:
         """Until the pass has ended everywhere."""
         root = self.workers[0]
         self.do(root, root.begin(None).begun())
+        steps = 0
         while not self.is_over():
-            if self.simulation.steps == self._fails_at:
+            if steps == self._fails_at:
                 self.break_something()
-            self.simulation.steps += 1
+            steps += 1
             moves = self.moves()
             if not moves:
                 if self.is_over():
@@ -360,7 +360,6 @@ class Pass:
     def fly(self, flight: Flight) -> None:
         """It arrives."""
         self.flying.remove(flight)
-        self.simulation.note(flight)
         self.clock = max(self.clock, flight.due)
         worker, source = self.workers[flight.target], flight.source
         if worker.is_gone:
@@ -475,15 +474,15 @@ def _begun(worker: Worker) -> Progress:
     return worker.progress
 
 
-def simulate(seed: int) -> Pass:
+def simulate(seed: int) -> Simulation:
     """A pass that this seed decides.
 
     Raises:
         Wrong: something happened that must not.
     """
-    simulated = Pass(seed)
-    simulated.run()
-    return simulated
+    simulation = Simulation(seed, fails=seed % 4 == 3)
+    simulation.run()
+    return simulation
 
 
 def describe(world: World) -> Mapping[str, Any]:
