@@ -400,6 +400,7 @@ TEXTS = {
     "key": ("0123456789abcdef", b"0123456789abcdef"),
     "key_file": ("/keys/world", "/keys/world"),
     "trust_store": ("1", True),
+    "min_workers": ("2", 2),
     "tls": ("on", True),
     "tls_ca": ("/certificates/ca.pem", "/certificates/ca.pem"),
     "tls_cert": ("/certificates/worker.pem", "/certificates/worker.pem"),
