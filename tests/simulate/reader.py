@@ -17,6 +17,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from gradwire._transport.base import Answer
 from gradwire._transport.exchange import Exchange
@@ -156,13 +157,13 @@ class Connection:
             broken = True
         yield
         self.readers -= 1
-        next_reader = self.role.give_up()
+        next_reader = self._free(self.role.give_up)
         if broken:
             yield from self.end()
             return
         yield
         for _ in range(len(self.frames)):
-            self.world.start("task", self._deliver_next())
+            self.world.submit(self._deliver_next)
         yield from self._hand_over(next_reader)
 
     # Callers
@@ -227,7 +228,7 @@ class Connection:
             for _ in range(min(len(self.frames), _MOST_IN_PASSING)):
                 self._start_timer()
                 yield from self._deliver_next()
-        next_reader = self.role.leave(call)
+        next_reader = self._free(partial(self.role.leave, call))
         yield
         if next_reader is None and (self.frames or self.posted > self.answered):
             self._start_timer()
@@ -245,7 +246,7 @@ class Connection:
                 broken = True
         yield
         self.readers -= 1
-        next_reader = self.role.give_up()
+        next_reader = self._free(self.role.give_up)
         yield
         if next_reader is not None:
             next_reader.ring()
@@ -262,6 +263,18 @@ class Connection:
             raise Wrong("a waiter reads, and what was read is not delivered")
         if self.role.in_delivery[call]:
             raise Wrong("a waiter reads, and its response is being delivered")
+
+    def _free(self, leave_role: Callable[[], Bell | None]) -> Bell | None:
+        """Who is to be woken as a thread leaves; R3 says who that may be."""
+        role, before = self.role, dict(self.role.sleeping)
+        next_reader = leave_role()
+        able = [c for c in before if role.unopened or not role.in_delivery[c]]
+        if next_reader is not None and next_reader not in map(before.get, able):
+            raise Wrong("a waiter is woken who has nothing to do")
+        is_free = next_reader is None and not role.is_taken
+        if is_free and not role.sleeping.keys().isdisjoint(able):
+            raise Wrong("nobody is woken, and some sleep who have something to do")
+        return next_reader
 
     def _hand_over(self, next_reader: Bell | None) -> Steps:
         if next_reader is not None:
@@ -282,7 +295,7 @@ class Connection:
         yield
         if self.frames and self.answered == self.answered_then:
             for _ in range(len(self.frames)):
-                self.world.start("task", self._deliver_next())
+                self.world.submit(self._deliver_next)
         elif self.frames:
             self._start_timer()
         yield from self._hand_over(None)
@@ -354,6 +367,8 @@ class World:
         self.threads = Threads(self.simulation)
         self.connection = Connection(self)
         self.pending: dict[int, Future] = {}
+        self.responses: list[Response] = []
+        """Those under way."""
         self.stuck: set[str] = set()
         """Threads that never return from a callback."""
         self._calls = itertools.count(1)
@@ -361,6 +376,12 @@ class World:
 
     def start(self, name: str, steps: Steps) -> None:
         self.threads.start(f"{name} {next(self._names)}", self._guard(steps))
+
+    def submit(self, function: Callable[[], Steps]) -> None:
+        """Have a thread of the executor run it, when there is one."""
+        chance = self.simulation.chance
+        seconds = chance.choice((0.0, 0.0, 0.001)) * chance.random()
+        self.simulation.after(seconds, lambda: self.start("task", function()))
 
     def call_later(self, seconds: float, function: Callable[[], Steps]) -> None:
         self.simulation.after(seconds, lambda: self.start("timer", function()))
@@ -455,13 +476,19 @@ class World:
         for _ in range(1 + (chance.random() < self.repeats)):
             delay = chance.choice((0.0001, 0.001, 0.01)) * chance.random()
             response = Response(call)
+            self.responses.append(response)
             self.simulation.after(delay, lambda r=response: self._respond(r))
 
     def _respond(self, response: Response) -> None:
-        self.simulation.note(f"response {response.call} comes")
-        self.connection.socket.came(response)
+        if response in self.responses:
+            self.responses.remove(response)
+            self.simulation.note(f"response {response.call} comes")
+            self.connection.socket.came(response)
 
     def cut(self) -> None:
+        """The other end hangs up; of its responses, some still come."""
+        for response in self.responses[: self.simulation.chance.randint(0, 3)]:
+            self._respond(response)
         self.simulation.note("the connection is cut")
         self.is_cut = True
         self.connection.socket.hang_up()
