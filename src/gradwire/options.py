@@ -109,7 +109,10 @@ class Options:
     tls_key: str | None = _from_env("TLS_KEY", str, None)
     """A file with the private key of that certificate."""
     allow: Collection[Any] | None = None
-    """If given: the only functions (or modules) others may call, and no pickle at all."""
+    """If given: the only functions (or modules) others may call, and no pickle at all. A dict has
+    such lists by patterns of callers' names; the first that matches counts."""
+    audit: str | None = _from_env("AUDIT", str, None)
+    """A file to which is written who comes and goes, is refused, and calls what."""
     serializer: Any = None
     """An object with `dumps(obj, tensors)` and `loads(data, tensors)` instead of pickle."""
 

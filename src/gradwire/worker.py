@@ -20,6 +20,7 @@ from ._autograd.recording import Recording
 from ._autograd.service import Autograd
 from ._rpc.agent import Agent
 from ._rpc.allow import AllowList
+from ._rpc.audit import open_audit
 from ._rpc.collectives import Collectives
 from ._rpc.function_runner import Runner
 from ._rpc.futures import CallFuture
@@ -90,6 +91,7 @@ class Worker:
         check_name(name)
         self.options = options
         self._allow = None if options.allow is None else AllowList(options.allow)
+        self._audit = open_audit(options.audit, name)
         self._on_thread = on_thread
         self._executor = Executor(name, options.threads, on_thread=self._prepare_thread)
         try:
@@ -120,6 +122,7 @@ class Worker:
         self._codec = InterceptedCodec(codec)
         runner = kinds.runner(self._allow, self._executor.host)
         runner.waiting = self._executor.waiting
+        runner.audit = self._audit
         self._agent = Agent(
             self.card,
             options=options,
@@ -128,6 +131,8 @@ class Worker:
             codec=self._codec,
             runner=runner,
         )
+        runner.name_of = self._agent.members.name
+        self._keep_audit()
         self._agent.caller.timeout_error = kinds.timeout
         self.references = References(
             self._agent,
@@ -205,6 +210,15 @@ class Worker:
             self._agent.joined.subscribe(divide)
             self._agent.gone.subscribe(divide)
             self._agent.before_each = self._cores.follow
+
+    def _keep_audit(self) -> None:
+        """Write down who comes and goes; the runner does so for calls."""
+        write, agent = self._audit.write, self._agent
+        agent.joined.subscribe(lambda info: write("join", who=info.name))
+        agent.gone.subscribe(lambda info: write("leave", who=info.name))
+        agent.shut_out.subscribe(
+            lambda what: write("refuse", origin=what[0], reason=what[1])
+        )
 
     def _prepare_thread(self) -> None:
         """What each of our threads does first."""
@@ -407,6 +421,7 @@ class Worker:
         self._executor.close()
         self._turns.close()
         self._cores.close()
+        self._audit.close()
         if not self._executor.join(_CLOSE):
             log.warning("worker %r: functions still run after shutdown", self.name)
 

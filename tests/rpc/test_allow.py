@@ -1,9 +1,10 @@
 """A world with an allow-list: only what is listed is called, and only plain data travels."""
 
+import json
 import os
 import sys
 from collections.abc import Iterator
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import ModuleType
 from typing import Any
 
@@ -12,13 +13,16 @@ import torch
 
 import gradwire as gw
 from gradwire._rpc.allow import AllowList
+from gradwire._rpc.audit import NO_AUDIT
 from gradwire._rpc.function_runner import Runner
 from gradwire._wire.codec import Manner
 from gradwire._wire.frames import Limits
+from gradwire._wire.functions import Names
 from gradwire._wire.messages import Call
 from gradwire.testing import World
 from tests.rpc.functions import Boom, boom, whoami
 from tests.wire.round_trip import Codec
+from tests.worlds import socket_world
 
 SOURCE = '''
 """A module of functions for others to call."""
@@ -263,3 +267,84 @@ def test_the_callers_modes_travel_too(world: World, served: Any) -> None:
 def test_workers_with_a_list_can_still_meet(world: World) -> None:
     both = world.run(lambda worker: worker.all_gather(worker.id))
     assert both == [{"worker0": 0, "worker1": 1}] * 2
+
+
+# By caller
+
+
+RULES = {"trainer*": [max, torch.add], "viewer": [], "*": [min]}
+
+
+@pytest.mark.parametrize(
+    ("caller", "allowed", "refused"),
+    [("trainer0", max, min), ("other", min, max), ("trainer", torch.add, torch.mul)],
+)
+def test_what_is_allowed_depends_on_who_calls(
+    caller: str, allowed: Any, refused: Any
+) -> None:
+    allow = AllowList(RULES)
+    runner = Runner(allow, host=pytest.fail)
+    runner.name_of = {0: caller}.__getitem__
+    names = Names()
+    arguments = (torch.ones(1), torch.ones(1))
+    runner.run(0, Call(names.name_of(allowed, True), arguments, {}, None))
+    with pytest.raises(gw.NotAllowedError):
+        runner.run(0, Call(names.name_of(refused, True), arguments, {}, None))
+
+
+def test_the_first_rule_that_matches_counts() -> None:
+    rules = AllowList({"trainer0": [], "trainer*": [max]})
+    rules.check("builtins:max", "trainer1")
+    problem = "'builtins:max' is not on this worker's allow-list for 'trainer0'"
+    with pytest.raises(gw.NotAllowedError, match=problem):
+        rules.check("builtins:max", "trainer0")
+
+
+def test_the_rule_is_named_and_so_is_that_there_is_none() -> None:
+    rules = AllowList({"trainer*": [max]})
+    with pytest.raises(
+        gw.NotAllowedError, match=r"for 'trainer.', which 'trainer7' is"
+    ):
+        rules.check("builtins:min", "trainer7")
+    with pytest.raises(gw.NotAllowedError, match="it has no rule for 'viewer'"):
+        rules.check("builtins:max", "viewer")
+
+
+def test_workers_are_told_apart_over_a_world() -> None:
+    rules = {"worker1": [max], "*": []}
+    with socket_world(3, apart={0: {"allow": rules}}) as (_, one, other):
+        assert one.rpc_sync(0, max, (1, 2)) == 2
+        with pytest.raises(gw.NotAllowedError, match="allow-list"):
+            other.rpc_sync(0, max, (1, 2))
+
+
+# The audit log
+
+
+def test_the_audit_log_has_who_called_what(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    with World(2, audit=str(path), allow=[max, list]) as world:
+        assert world.workers[1].rpc_sync(0, max, (1, 2)) == 2
+        with pytest.raises(gw.NotAllowedError):
+            world.workers[1].rpc_sync(0, min, (1, 2))
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    seen = [{**line, "time": ""} for line in lines if line["worker"] == "worker0"]
+    joined = [line["who"] for line in seen if line["event"] == "join"]
+    assert joined == ["worker0", "worker1"]
+    called, refused = (line for line in seen if "function" in line)
+    assert called == {
+        "time": "",
+        "worker": "worker0",
+        "event": "call",
+        "by": "worker1",
+        "function": "builtins:max",
+    }
+    assert (refused["event"], refused["function"]) == ("refuse", "builtins:min")
+    assert refused["reason"] == "'builtins:min' is not on this worker's allow-list"
+    assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_without_an_audit_log_there_is_none(tmp_path: Path) -> None:
+    with World(2) as world:
+        assert world.workers[1].rpc_sync(0, max, (1, 2)) == 2
+        assert world.workers[0]._audit is NO_AUDIT

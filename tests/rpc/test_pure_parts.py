@@ -405,6 +405,7 @@ TEXTS = {
     "tls_ca": ("/certificates/ca.pem", "/certificates/ca.pem"),
     "tls_cert": ("/certificates/worker.pem", "/certificates/worker.pem"),
     "tls_key": ("/certificates/worker.key", "/certificates/worker.key"),
+    "audit": ("/var/log/world.jsonl", "/var/log/world.jsonl"),
     "max_body": ("4096", 4096),
     "max_bulk": ("8192", 8192),
     "world": ("blue", "blue"),

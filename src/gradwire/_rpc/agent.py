@@ -85,6 +85,8 @@ class Agent:
         self.members = Members()
         self.joined: Event[WorkerInfo] = Event("joined")
         self.gone: Event[WorkerInfo] = Event("gone")
+        self.shut_out: Event[tuple[str, str]] = Event("refused")
+        """Strangers: where they came from, and why they were not let in."""
         self.directory: Directory = _Nobody()
         self.caller = Caller(
             card.id,
@@ -170,6 +172,9 @@ class Agent:
     def name_of(self, worker: int) -> str | None:
         peer = self._peers.get(worker) or self._introduced(worker)
         return None if peer is None else peer.name
+
+    def refused(self, origin: str, reason: str) -> None:
+        self.shut_out.fire((origin, reason))
 
     # Calls from here
 

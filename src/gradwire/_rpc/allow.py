@@ -1,8 +1,9 @@
-"""The allow-list: which functions others may call here."""
+"""The allow-list: which functions others may call here, all of them or by who they are."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
@@ -10,19 +11,21 @@ from .._wire.functions import Names
 from ..errors import NotAllowedError
 
 
-class AllowList:
-    """Names of functions, and of modules whose public functions are all allowed.
+class _Rule:
+    """What callers whose name matches a pattern may call.
 
-    A function defined in an allowed module is allowed; one that the module merely imported is not.
+    Names of functions, and of modules whose public functions are all allowed. A function defined in
+    an allowed module is allowed; one that the module merely imported is not.
     """
 
-    def __init__(self, entries: Iterable[Any]) -> None:
-        self._functions: set[str] = set()
-        self._modules: set[str] = set()
+    def __init__(self, pattern: str, entries: Iterable[Any]) -> None:
+        self.pattern = pattern
+        self.functions: set[str] = set()
+        self.modules: set[str] = set()
         names = Names()
         for entry in entries:
             if isinstance(entry, ModuleType):
-                self._modules.add(entry.__name__)
+                self.modules.add(entry.__name__)
                 continue
             name = entry if isinstance(entry, str) else names.name_of(entry, True)
             if name is None or ":" not in name:
@@ -30,30 +33,55 @@ class AllowList:
                     f"allow: {entry!r} is neither a module, an importable function, "
                     "nor a name of the form 'module:function'"
                 )
-            self._functions.add(name)
+            self.functions.add(name)
 
-    def check(self, name: Any) -> None:
+    def __contains__(self, name: Any) -> bool:
+        if not isinstance(name, str):
+            return False
+        if name in self.functions:
+            return True
+        module, _, function = name.partition(":")
+        parts = function.split(".")
+        return module in self.modules and not any(p.startswith("_") for p in parts)
+
+
+class AllowList:
+    """Rules by the caller's name, of which the first that matches counts; or one for all."""
+
+    def __init__(self, entries: Iterable[Any]) -> None:
+        rules = entries if isinstance(entries, Mapping) else {"*": entries}
+        self._rules = [_Rule(pattern, rules[pattern]) for pattern in rules]
+
+    def check(self, name: Any, caller: str) -> None:
         """Let it pass.
 
         Raises:
-            NotAllowedError: it is not on the list.
+            NotAllowedError: it is not on the list for this caller.
         """
-        if isinstance(name, str):
-            if name in self._functions:
-                return
-            module, _, function = name.partition(":")
-            parts = function.split(".")
-            if module in self._modules and not any(p.startswith("_") for p in parts):
-                return
-        raise NotAllowedError(f"{name!r} is not on this worker's allow-list")
+        rule = self._rule(caller)
+        if rule is None or name not in rule:
+            raise NotAllowedError(
+                f"{name!r} is not on this worker's allow-list{_which(rule, caller)}"
+            )
 
-    def check_resolved(self, name: str, function: Any) -> None:
+    def check_resolved(self, name: str, function: Any, caller: str) -> None:
         """A module's names include what it imported: those were not meant.
 
         Raises:
             NotAllowedError: the function comes from elsewhere.
         """
-        if name in self._functions:
+        rule = self._rule(caller)
+        if rule is not None and name in rule.functions:
             return
         if getattr(function, "__module__", None) != name.partition(":")[0]:
             raise NotAllowedError(f"{name!r} is only imported there, not defined")
+
+    def _rule(self, caller: str) -> _Rule | None:
+        matching = (r for r in self._rules if fnmatchcase(caller, r.pattern))
+        return next(matching, None)
+
+
+def _which(rule: _Rule | None, caller: str) -> str:
+    if rule is None:
+        return f": it has no rule for {caller!r}"
+    return "" if rule.pattern == "*" else f" for {rule.pattern!r}, which {caller!r} is"

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from .._wire.functions import describe, resolve
 from .._wire.messages import Call
+from ..errors import NotAllowedError
 from . import torch_modes
 from .allow import AllowList
 from .async_execution import is_async_execution
+from .audit import NO_AUDIT
 from .futures import Loops
 from .serial import turns_of
 
@@ -37,6 +39,9 @@ class Runner:
         self, allow: AllowList | None, host: Callable[[Callable[[], object]], None]
     ) -> None:
         self._allow = allow
+        self.audit = NO_AUDIT
+        self.name_of: Callable[[int], str] = str
+        """The name of a worker."""
         self._loops = Loops(host)
         self.waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         """Around a wait: the thread does not count meanwhile."""
@@ -49,15 +54,15 @@ class Runner:
             NotAllowedError: it is not on the allow-list.
             LookupError: there is no such function here.
         """
-        return self.run_function(self.find(call.function), call)
+        return self.run_function(self.find(call.function, sender), call)
 
-    def run_method(self, value: Any, call: Call) -> Any:
+    def run_method(self, value: Any, call: Call, sender: int) -> Any:
         """What a method of an object returns; the call has its name.
 
         Raises:
             AttributeError: there is none.
         """
-        method = self._find_method(value, call.function)
+        method = self._find_method(value, call.function, sender)
         turns = turns_of(value)
         if turns is None:
             return self.run_function(method, call)
@@ -88,21 +93,42 @@ class Runner:
             self.raised(function, error)
             raise
 
-    def find(self, function: Any) -> Any:
+    def find(self, function: Any, sender: int) -> Any:
         """The function that was named, or is here itself."""
-        if self._allow is not None:
-            return _find_allowed(self._allow, function)
-        return resolve(function) if type(function) is str else function
+        if self._allow is None and self.audit is NO_AUDIT:
+            return resolve(function) if type(function) is str else function
+        with self._checked(function, sender) as caller:
+            if self._allow is not None:
+                self._allow.check(function, caller)
+            found = resolve(function) if type(function) is str else function
+            if self._allow is not None:
+                self._allow.check_resolved(function, found, caller)
+        return found
 
-    def _find_method(self, value: Any, method: str) -> Any:
-        if self._allow is None:
+    def _find_method(self, value: Any, method: str, sender: int) -> Any:
+        if self._allow is None and self.audit is NO_AUDIT:
             return getattr(value, method)
         kind = type(value)
         name = f"{kind.__module__}:{kind.__qualname__}.{method}"
-        self._allow.check(name)
-        function = getattr(value, method)
-        self._allow.check_resolved(name, function)
+        with self._checked(name, sender) as caller:
+            if self._allow is not None:
+                self._allow.check(name, caller)
+            function = getattr(value, method)
+            if self._allow is not None:
+                self._allow.check_resolved(name, function, caller)
         return function
+
+    @contextmanager
+    def _checked(self, function: Any, sender: int) -> Iterator[str]:
+        """Put down who calls what, or why not; the caller's name."""
+        caller = self.name_of(sender)
+        name = function if isinstance(function, str) else describe(function)
+        try:
+            yield caller
+        except NotAllowedError as error:
+            self.audit.write("refuse", by=caller, function=name, reason=str(error))
+            raise
+        self.audit.write("call", by=caller, function=name)
 
     def returned(self, function: Any, call: Call, value: Any) -> Any:
         """What is to be sent of what a function returned."""
@@ -125,10 +151,3 @@ class Runner:
 
     def close(self) -> None:
         self._loops.close()
-
-
-def _find_allowed(allow: AllowList, function: Any) -> Any:
-    allow.check(function)
-    found = resolve(function)
-    allow.check_resolved(function, found)
-    return found

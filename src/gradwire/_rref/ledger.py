@@ -65,6 +65,22 @@ class OwnerLedger:
         """Whether a fork was released; for the first fork of a value: it will not be made again."""
         return number_of(fork) in self._over[maker_of(fork)]
 
+    def was_given(self, value: int, fork: int, worker: int) -> bool:
+        """Whether a worker has this fork; 0 for any. Who has a value made may ask before that."""
+        holders = self._holders.get(value, {})
+        if maker_of(value) == worker and fork in (0, value):
+            return not self.is_over(value) or worker in holders.values()
+        return holders.get(fork) == worker if fork else worker in holders.values()
+
+    def can_pass_on(self, value: int, worker: int) -> bool:
+        """Whether a worker may have made a fork for another one: it has one, or is gone."""
+        return worker in self._gone or self.was_given(value, 0, worker)
+
+    def may_release(self, value: int, fork: int, worker: int) -> bool:
+        """Whether a fork is this worker's to release: its own, or one that it has made."""
+        holder = self._holders.get(value, {}).get(fork, worker)
+        return worker in (holder, maker_of(fork))
+
     def may_come(self, value: int) -> bool:
         """Whether a value that is not here may still be made by its creator's call."""
         return maker_of(value) not in self._gone and not self.is_over(value)

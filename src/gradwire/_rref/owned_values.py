@@ -21,6 +21,7 @@ from ..errors import (
     CallTimeout,
     ClosedError,
     GradwireError,
+    NotAllowedError,
     RemoteError,
     StaleReferenceError,
     WorkerLostError,
@@ -175,20 +176,28 @@ class OwnedValues:
                 self._kept[number] = owned
             return owned
 
-    def find(self, number: int, fork: int) -> OwnedValue:
-        """The value, for one who has a fork of it; 0 for one here.
+    def find(self, number: int, fork: int, user: int) -> OwnedValue:
+        """The value, for a worker that has a fork of it; any of its forks, for 0.
 
         Raises:
             StaleReferenceError: it is gone, or the fork was released.
+            NotAllowedError: it was not given to that worker.
         """
         with self._lock:
             if fork and self._ledger.is_over(fork):
                 raise self._stale(number)
+            if user != self._me.id and not self._ledger.was_given(number, fork, user):
+                if self._get(number) is None and not self._ledger.may_come(number):
+                    raise self._stale(number)
+                raise NotAllowedError(
+                    f"value {spell(number)} of worker {self._me.name!r} was not given to worker "
+                    f"{user}: only who a reference was passed to can use it"
+                )
             return self._get(number) or self._await(number)
 
-    def use(self, number: int, fork: int) -> OwnedValue:
+    def use(self, number: int, fork: int, sender: int) -> OwnedValue:
         """The value, for a handle here; the fork that brought it here is over."""
-        owned = self.find(number, fork)
+        owned = self.find(number, fork, sender)
         with self._lock:
             self._used[number] = owned
         if fork:
@@ -206,6 +215,8 @@ class OwnedValues:
     def adopt(self, number: int, fork: int, holder: int) -> bool:
         """Whether a fork that another holder made is counted."""
         with self._lock:
+            if not self._ledger.can_pass_on(number, maker_of(fork)):
+                return False
             try:
                 owned = self._get(number) or self._await(number)
             except StaleReferenceError:
@@ -216,9 +227,11 @@ class OwnedValues:
             self._kept[number] = owned
             return True
 
-    def release(self, forks: Iterable[tuple[int, int]]) -> None:
-        """Values and forks of them that are held no more."""
+    def release(self, forks: Iterable[tuple[int, int]], by: int | None = None) -> None:
+        """Values and forks of them that are held no more; those that are `by`'s to release."""
         with self._lock:
+            may = self._ledger.may_release
+            forks = [(v, f) for v, f in forks if by is None or may(v, f, by)]
             over = [v for v, fork in forks if self._ledger.fork_released(v, fork)]
             dropped = [self._kept.pop(value, None) for value in over]
         del dropped  # not under the lock: a value's end may be the user's code

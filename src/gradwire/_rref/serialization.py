@@ -80,7 +80,7 @@ class ReferenceCarrier:
             )
         adoption = None
         if owner == self._agent.me.id:
-            rref = self._handle(self._owned_values.use(number, fork))
+            rref = self._handle(self._owned_values.use(number, fork, sender))
         else:
             holding = Holding(owner, number, fork)
             made_at = f"received from {self._agent.members.name(sender)}"

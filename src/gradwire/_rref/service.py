@@ -262,7 +262,9 @@ class References:
         owned = self.owned_values.begin(number, sender)
         try:
             if of:
-                value = self._runner.run_method(self._target(of), message)
+                value = self._runner.run_method(
+                    self._target(of, sender), message, sender
+                )
             else:
                 value = self._runner.run(sender, message)
         except BaseException as error:  # noqa: BLE001 user code
@@ -282,15 +284,17 @@ class References:
         return owned
 
     def _invoked(self, sender: int, message: Invoke) -> Any:
-        return self._runner.run_method(self._target(message.ids), message)
+        target = self._target(message.ids, sender)
+        return self._runner.run_method(target, message, sender)
 
-    def _target(self, ids: Any) -> Any:
+    def _target(self, ids: Any, sender: int) -> Any:
         """The value that a method is called of."""
         number, fork = ids
-        return self.owned_values.find(number, fork).wait(self._executor, 0)
+        return self.owned_values.find(number, fork, sender).wait(self._executor, 0)
 
     def _fetched(self, sender: int, message: Fetch) -> Any:
-        owned, part = self.owned_values.find(message.value, message.fork), message.part
+        owned = self.owned_values.find(message.value, message.fork, sender)
+        part = message.part
         if owned.is_ready:
             return part_of(owned.give(), part)
         return Later(self._when_ready(owned, part))
@@ -302,7 +306,7 @@ class References:
         return future
 
     def _noted(self, sender: int, notes: Notes) -> None:
-        self.owned_values.release(notes.released)
+        self.owned_values.release(notes.released, sender)
         for token in notes.received:
             self.held_forks.child_settled(token, arrived=True)
         for value, why in notes.failed:

@@ -17,6 +17,7 @@ from typing import Any
 
 from ..errors import GradwireError, ProtocolError
 from ..threads import Executor
+from .base import Receiver
 from .credentials import Credentials, check_name
 from .handshake import (
     HELLO_SIZE,
@@ -41,10 +42,6 @@ _LOG_INTERVAL = 10.0
 Welcome = Callable[[Hello, Any], None]
 
 
-NameOf = Callable[[int], "str | None"]
-"""The name of the worker with that id."""
-
-
 class Acceptor:
     """Lets in who knows the key. `welcome` takes an authenticated connection."""
 
@@ -55,10 +52,10 @@ class Acceptor:
         poller: Poller,
         executor: Executor,
         welcome: Welcome,
-        name_of: NameOf,
+        receiver: Receiver,
     ) -> None:
         self.credentials = credentials
-        self.name_of = name_of
+        self.receiver = receiver
         self.poller = poller
         self.welcome = welcome
         self.executor = executor
@@ -137,6 +134,7 @@ class Acceptor:
         stranger.close()
         if not self._closed:
             self._refusals.add(str(why))
+            self.receiver.refused(stranger.origin, str(why))
 
 
 class _Stranger:
@@ -146,6 +144,7 @@ class _Stranger:
         sock.setblocking(False)
         self.deadline = time.monotonic() + _HANDSHAKE
         self._acceptor = acceptor
+        self.origin = _origin(sock)
         self._raw = sock
         self._sock: socket.socket | TlsSocket = sock
         self._data = b""
@@ -243,10 +242,11 @@ class _Stranger:
         hello = Hello.from_bytes(self._hello)
         try:
             if isinstance(self._sock, TlsSocket):
-                check_name(self._sock, self._acceptor.name_of(hello.sender))
+                check_name(self._sock, self._acceptor.receiver.name_of(hello.sender))
             self._acceptor.welcome(hello, self._sock)
         except (ProtocolError, RuntimeError) as error:  # no thread for it, say
             log.warning("refused a connection of worker %d: %s", hello.sender, error)
+            self._acceptor.receiver.refused(self.origin, str(error))
             self._sock.close()
             return
         try:
@@ -285,3 +285,13 @@ class _Refusals:
             text = "refused %d more connections, the last one: %s"
             log.warning(text, count, self._last)
             self._executor.look_at(self._until, self._tell_others)
+
+
+def _origin(sock: socket.socket) -> str:
+    """Where a connection comes from, for people."""
+    if sock.family == socket.AF_UNIX:
+        return "a Unix socket"
+    try:
+        return str(sock.getpeername()[0])
+    except OSError:
+        return "nowhere: it is over"

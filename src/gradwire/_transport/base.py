@@ -121,6 +121,9 @@ class Receiver(Protocol):
     def name_of(self, worker: int) -> str | None:
         """The name of a worker in the world. May ask the store."""
 
+    def refused(self, origin: str, reason: str) -> None:
+        """Somebody was not let in."""
+
     def complete(self, sender: int, frame: Frame) -> None:
         """Complete a posted request, whose number the frame has. May run user callbacks."""
 

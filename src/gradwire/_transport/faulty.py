@@ -236,6 +236,7 @@ class _FaultyReceiver:
         self._receiver = receiver
         self.complete = receiver.complete
         self.name_of = receiver.name_of
+        self.refused = receiver.refused
 
     def serve(self, sender: int, frame: Frame, respond: Respond) -> None:
         send = self._transport.send

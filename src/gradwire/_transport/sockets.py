@@ -115,7 +115,7 @@ class SocketTransport:
             poller=self._poller,
             executor=self._executor,
             welcome=self._welcome,
-            name_of=receiver.name_of,
+            receiver=receiver,
         )
         self._poller.start()
         for listener in self._listeners:

@@ -26,19 +26,19 @@ class TorchRunner(Runner):
 
     _is_ready = False
 
-    def find(self, function: Any) -> Any:
+    def find(self, function: Any, sender: int) -> Any:
         if not self._is_ready:
             self._is_ready = state.started.wait(_START)
         try:
-            return _prepared(super().find(function))
+            return _prepared(super().find(function, sender))
         except LookupError as error:
             raise RuntimeError(
                 f"{error}. Default RPC pickler does not serialize function code. "
                 "Ensure that UDFs are defined on both caller and callee modules."
             ) from error
 
-    def _find_method(self, value: Any, method: str) -> Any:
-        return _prepared(super()._find_method(value, method))
+    def _find_method(self, value: Any, method: str, sender: int) -> Any:
+        return _prepared(super()._find_method(value, method, sender))
 
     def returned(self, function: Any, call: Call, value: Any) -> Any:
         value = super().returned(function, call, value)
