@@ -68,7 +68,6 @@ PRIVATE_TORCH: dict[str, str] = {
     "gradwire.compat.rpc.scripts": "which functions are operators, under which names",
     "gradwire.compat.rpc.starting": "what init_rpc does in a world without a size",
     "gradwire._wire.tensor_kinds": "quantized tensors from their stored integers",
-    "gradwire._autograd.torch_modes": "is there a mode, a transform or a tracer",
 }
 
 PRIVATE_PYTHON = {"_DummyThread", "_exit", "_getframe", "_initializing"}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from gradwire._autograd.messages import PassRequest, read_request
 from tests.worlds import LIMIT, Autograds
 
 
@@ -82,6 +83,8 @@ class MessageCounts:
 
     def __init__(self, world: Autograds) -> None:
         self.kinds: Counter[type] = Counter()
+        self.steps: Counter[int] = Counter()
+        """Of passes."""
         for service in world.services:
             for name in ("ask", "request"):
                 setattr(service, name, self._noting(getattr(service, name)))
@@ -89,6 +92,8 @@ class MessageCounts:
     def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def noting(to: int, message: Any, *others: Any) -> Any:
             self.kinds[type(message)] += 1
+            if type(message) is PassRequest:
+                self.steps[read_request(message)[0].step] += 1
             return original(to, message, *others)
 
         return noting

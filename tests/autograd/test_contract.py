@@ -16,8 +16,14 @@ import torch
 from torch import Tensor
 
 import gradwire as gw
-from gradwire._autograd.actions import Words
-from gradwire._autograd.messages import About, Done, step, unpack
+from gradwire._autograd.messages import (
+    Answer,
+    Delivery,
+    Header,
+    Load,
+    request,
+    unpack,
+)
 from gradwire.api import current_worker, enter
 from gradwire.errors import GradwireError, WorkerLostError
 from gradwire.testing import World
@@ -90,13 +96,14 @@ def test_one_send_is_run_by_itself() -> None:
         a, b = doubles(3), doubles(3)
         world.transfer(0, 1, context, [a * 2])
         world.transfer(0, 1, context, [b * 3])
-        first, second = world[0].contexts.get(context).sends
+        first, _ = world[0].contexts.get(context).sends
         gradient = torch.ones(3, dtype=torch.float64)
-        about = About(context, world[1]._passes.next(), 0)
-        words = Words(((second, 0),), None, 0)
-        message = step(about, words, [(first, (gradient,), 0, ())])
-        answer = world[1].request(0, message).wait()
-        assert isinstance(unpack(answer), Done)
+        number = world[1]._passes.next()
+        load = Load([Delivery(first, (gradient,))])
+        message = request(Header(context, number, 0, number), load)
+        answer = unpack(world[1].request(0, message).wait(), 0)
+        assert isinstance(answer, Answer)
+        assert not answer.load
         close(world[0].get_gradients(context), {a: 2 * gradient})
         assert world.passes() == 0
 

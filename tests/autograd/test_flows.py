@@ -545,7 +545,7 @@ def test_an_error_in_a_backward_and_then_none(path: str, seed: int | None) -> No
             assert type(cause) is ValueError
             if path[-1] != "0":
                 assert isinstance(cause.__cause__, RemoteError)
-        wait_until(lambda: not any(context.parts for context in known(world, ctx)))
+        wait_until(lambda: not any(c.passes() for c in known(world, ctx)))
         Raises.is_on = False
         forget_gradients(world, ctx)
         gw.backward(ctx, [(y * x).sum()])
@@ -611,7 +611,7 @@ def test_what_is_raised_in_a_backward_may_be_no_exception() -> None:
         c = gw.rpc_sync("worker1", weigh_second, (b,))
         with pytest.raises(GradwireError, match="Error on Node 1: odd"):
             gw.backward(ctx, [(b * c + a).sum()])
-        wait_until(lambda: not any(context.parts for context in known(world, ctx)))
+        wait_until(lambda: not any(c.passes() for c in known(world, ctx)))
 
 
 def leave_early(x: Tensor) -> Tensor:

@@ -7,8 +7,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire._autograd.actions import Words
-from gradwire._autograd.messages import About, Done, Failed, step, unpack
+from gradwire._autograd.messages import (
+    Answer,
+    Delivery,
+    Failed,
+    Header,
+    Load,
+    request,
+    unpack,
+)
 from gradwire.errors import ProtocolError
 from tests.autograd.functions import doubles
 from tests.worlds import Autograds, autograds, wait_until
@@ -20,9 +27,10 @@ def ask(
     world: Autograds, context: int, send: int, gradients: Sequence[Tensor | None]
 ) -> Any:
     """Have worker 1 ask worker 0 to run one send, as a pass of its own."""
-    about = About(context, world[1]._passes.next(), 0)
-    message = step(about, Words((), None, 0), [(send, tuple(gradients), 0, ())])
-    return unpack(world[1].request(0, message).wait())
+    number = world[1]._passes.next()
+    header = Header(context, number, 0, number)
+    message = request(header, Load([Delivery(send, gradients)]))
+    return unpack(world[1].request(0, message).wait(), 0)
 
 
 def test_a_send_knows_whom_it_went_to() -> None:
@@ -70,7 +78,7 @@ def test_behind_an_undefined_gradient_nothing_is_run() -> None:
         a, b = doubles(3), doubles(3)
         world.transfer(0, 1, number, [a * 2, b * 3])
         (send,) = world[0].contexts.get(number).sends
-        assert isinstance(ask(world, number, send, [ONES, None]), Done)
+        assert isinstance(ask(world, number, send, [ONES, None]), Answer)
         torch.testing.assert_close(world[0].get_gradients(number), {a: 2 * ONES})
 
 
@@ -79,7 +87,7 @@ def test_a_send_is_run_by_itself_and_leaves_no_pass_under_way() -> None:
         a = doubles(3)
         world.transfer(0, 1, number, [a * 2])
         (send,) = world[0].contexts.get(number).sends
-        assert isinstance(ask(world, number, send, [ONES]), Done)
+        assert isinstance(ask(world, number, send, [ONES]), Answer)
         torch.testing.assert_close(world[0].get_gradients(number), {a: 2 * ONES})
         wait_until(lambda: not world.passes())
 

@@ -294,7 +294,7 @@ def test_an_error_in_a_backward_and_then_none(workers: Workers, path: str) -> No
                 gw.backward(ctx, [loss], retain_graph=True)
             assert type(caught.value.__cause__) is ValueError
         contexts = [c for w in workers for c in w.autograd.contexts]
-        wait_until(lambda: not any(context.parts for context in contexts))
+        wait_until(lambda: not any(context.passes() for context in contexts))
         Raises.is_on = False
         for context in contexts:
             context.gradients.clear()

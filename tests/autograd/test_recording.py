@@ -12,7 +12,6 @@ import torch
 
 import gradwire as gw
 from gradwire._autograd.contexts import Context, Contexts, Memory, owner
-from gradwire._autograd.graph import cut
 from gradwire._autograd.nodes import Crossing, Send, make_recv
 from gradwire.errors import GradwireError
 from gradwire.testing import World
@@ -335,71 +334,6 @@ def test_nothing_is_recorded_without_grad_mode() -> None:
             (got,) = world.transfer(0, 1, context, [doubles(3)])
         assert not got.requires_grad
         assert not world[0].contexts.get(context).sends
-
-
-# Segments
-
-
-def test_sources_that_share_only_leaves_are_apart() -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    root, sent = (leaf * 2).sum(), send(leaf * 3)
-    segments = cut([(root.grad_fn, 0)], [sent], 7)
-    assert [(s.roots, s.sends) for s in segments] == [([0], []), ([], [sent])]
-    assert [[node.variable is leaf for node in s.leaves] for s in segments] == [
-        [True],
-        [True],
-    ]
-
-
-def test_sources_that_share_a_node_are_together() -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    shared = leaf * 2
-    sent = send(shared * 3)
-    (segment,) = cut([(shared.sum().grad_fn, 0)], [sent], 7)
-    assert (segment.roots, segment.sends) == ([0], [sent])
-
-
-def test_roots_that_wait_for_nothing_are_one_segment() -> None:
-    leaf = torch.ones(3, requires_grad=True)
-    roots = [(leaf * k).sum() for k in range(3)]
-    (segment,) = cut([(root.grad_fn, 0) for root in roots], [], 7)
-    assert segment.roots == [0, 1, 2]
-    assert len(segment.leaves) == 1
-
-
-def test_the_walk_ends_at_recvs() -> None:
-    arrived, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
-    crossing = recv(arrived).crossing
-    (segment,) = cut([((arrived * leaf).sum().grad_fn, 0)], [], 7)
-    assert [recv.crossing for recv in segment.recvs] == [crossing]
-    assert len(segment.leaves) == 1
-
-
-def test_a_root_can_have_just_arrived() -> None:
-    arrived = torch.ones(())
-    node = recv(arrived)
-    (segment,) = cut([(node, 0)], [], 7)
-    assert segment.recvs == {node: {0}}
-
-
-def test_a_tensor_of_another_context_is_no_end_of_this_one() -> None:
-    arrived = torch.ones(3)
-    node = recv(arrived)
-    (segment,) = cut([(arrived.sum().grad_fn, 0)], [], 8)
-    assert not segment.recvs
-    assert segment.foreign == [node]
-
-
-def test_sends_that_may_be_waited_for_come_after_all_else() -> None:
-    context = Context(7)
-    leaf = torch.ones(3, requires_grad=True)
-    shared = leaf * 2
-    sends = [context.add_send(k, 1, [shared * k]) for k in range(500)]
-    cut([(shared.sum().grad_fn, 0)], sends, 7)
-    numbers = [sent.node._sequence_nr() for sent in sends]
-    assert numbers == list(range(1, 501))
-    assert shared.grad_fn is not None
-    assert shared.grad_fn._sequence_nr() > 500
 
 
 def test_released_contexts_end_everywhere() -> None:

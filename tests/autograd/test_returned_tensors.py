@@ -1,4 +1,4 @@
-"""Tensors that go to a worker and come back as they are: gradients need not take that way."""
+"""Tensors that go to a worker and come back as they are."""
 
 import gc
 from collections.abc import Callable
@@ -8,9 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire._autograd import messages
-from gradwire._autograd.messages import Direct, Step
-from gradwire._autograd.tree_pass import DirectPasses
+from gradwire._autograd.pass_state import Step
 from gradwire.errors import GradwireError
 from tests.autograd.functions import (
     MessageCounts,
@@ -36,7 +34,7 @@ def relay(
     return value, came
 
 
-def test_gradients_take_one_message_however_often_a_value_came_back() -> None:
+def test_gradients_take_a_message_each_time_that_a_value_came_back() -> None:
     for times in (1, 2, 3, 5):
         with autograds(2) as world, world[0].context() as context:
             said = MessageCounts(world)
@@ -44,7 +42,7 @@ def test_gradients_take_one_message_however_often_a_value_came_back() -> None:
             value, _ = relay(world, context, torch.sin(x), times)
             world[0].backward(context, [value.sum()])
             close(world[1].get_gradients(context), {x: torch.cos(x.detach())})
-            assert said.kinds == {Direct: 1}
+            assert said.steps == {Step.RUN: times}
 
 
 def test_several_tensors_of_a_message_come_back() -> None:
@@ -57,7 +55,7 @@ def test_several_tensors_of_a_message_come_back() -> None:
         world[0].backward(context, [(home[0] * home[1]).sum()])
         expected = {x: 6 * y.detach(), y: 6 * x.detach()}
         close(world[1].get_gradients(context), expected)
-        assert said.kinds == {Direct: 1}
+        assert said.steps == {Step.RUN: 2}
 
 
 @pytest.mark.parametrize("order", [(1, 0), (0,), (0, 0), (0, 1, 0)])
@@ -92,7 +90,7 @@ WATCHED: dict[str, tuple[Callable[[Tensor], Any], int]] = {
 @pytest.mark.parametrize("how", WATCHED)
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("is_gone", [False, True])
-def test_what_someone_watches_is_not_passed_by(
+def test_what_someone_watches_on_the_way_is_run(
     how: str, which: int, is_gone: bool
 ) -> None:
     watch, factor = WATCHED[how]
@@ -111,7 +109,7 @@ def test_what_someone_watches_is_not_passed_by(
             close(watched.grad, torch.ones_like(x))
 
 
-def test_what_is_used_besides_is_not_passed_by() -> None:
+def test_what_is_used_besides_on_the_way() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)
         value, came = relay(world, context, torch.sin(x))
@@ -130,17 +128,10 @@ JOINED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("over", [0, 1])  # another worker, or itself
 @pytest.mark.parametrize("how", JOINED)
 @pytest.mark.parametrize("is_leaf", [False, True])
-@pytest.mark.parametrize("is_direct", [False, True])
 def test_what_came_back_has_gradients_of_its_own(
-    over: int,
-    how: str,
-    is_leaf: bool,
-    is_direct: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    over: int, how: str, is_leaf: bool
 ) -> None:
     join = JOINED[how]
-    if not is_direct:
-        monkeypatch.setattr(DirectPasses, "lead", lambda *_: None)
     with autograds(2) as world, world[0].context() as context:
         x, y = doubles(2, 2), doubles(2, 2)
         back = []
@@ -159,7 +150,7 @@ def test_what_came_back_has_gradients_of_its_own(
         close(found[y], expected[y])
 
 
-def test_each_pass_takes_them() -> None:
+def test_each_pass_goes_all_the_way() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = MessageCounts(world)
         x = doubles(3)
@@ -169,26 +160,10 @@ def test_each_pass_takes_them() -> None:
             world[0].backward(context, [loss], retain_graph=True)
             expected = count * torch.cos(x.detach())
             close(world[1].get_gradients(context), {x: expected})
-            assert said.kinds == {Direct: count}
+            assert said.steps == {Step.RUN: 3 * count}
 
 
-@pytest.fixture
-def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The shortcuts that were taken."""
-    numbers: list[int] = []
-    real = messages.unpack_followed
-
-    def unpack(answer: Any) -> Any:
-        followed = real(answer)
-        if not isinstance(followed, messages.Failed):
-            numbers.extend(followed[2])
-        return followed
-
-    monkeypatch.setattr(messages, "unpack_followed", unpack)
-    return numbers
-
-
-def test_what_is_parked_behind_one_goes_on_by_the_protocol(taken: list[int]) -> None:
+def test_what_came_back_may_have_to_wait() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = MessageCounts(world)
         x = doubles(3)
@@ -200,13 +175,12 @@ def test_what_is_parked_behind_one_goes_on_by_the_protocol(taken: list[int]) -> 
         world[0].backward(context, [(home * other).sum()])
         (gx,) = torch.autograd.grad((6 * torch.sin(x) ** 2).sum(), [x])
         close(world[1].get_gradients(context), {x: gx})
-        assert len(taken) == 1
-        assert said.kinds[Step] > 0
+        assert said.steps == {Step.RUN: 2}
         assert world.passes() == 0
 
 
 @pytest.mark.parametrize("over", [0, 1])  # another worker, or itself
-def test_what_is_parked_behind_one_has_gradients_of_its_own(over: int) -> None:
+def test_what_had_to_wait_has_gradients_of_its_own(over: int) -> None:
     with autograds(2) as world, world[0].context() as context:
         leaves = [doubles(2, 2), doubles(2, 2)]
         back = []
@@ -225,7 +199,7 @@ def test_what_is_parked_behind_one_has_gradients_of_its_own(over: int) -> None:
         close(found[y], expected)
 
 
-def test_an_error_behind_one_is_told(taken: list[int]) -> None:
+def test_an_error_on_the_way_is_told() -> None:
     with autograds(2) as world, world[0].context() as context:
         value, _ = relay(world, context, Unhappy.apply(doubles(3)))
         with pytest.raises(GradwireError, match="Error on Node 1: no gradients today"):
@@ -241,18 +215,3 @@ class Unhappy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
         raise ValueError("no gradients today")
-
-
-def test_what_was_not_offered_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = messages.unpack_followed
-
-    def unpack(answer: Any) -> Any:
-        followed = real(answer)
-        assert not isinstance(followed, messages.Failed)
-        return *followed[:2], (999,)
-
-    monkeypatch.setattr(messages, "unpack_followed", unpack)
-    with autograds(2) as world, world[0].context() as context:
-        value, _ = relay(world, context, torch.sin(doubles(3)))
-        with pytest.raises(GradwireError, match="999 was not to be passed by"):
-            world[0].backward(context, [value.sum()])

@@ -29,24 +29,8 @@ Build = Callable[[int, "int | None"], World]
 """A world from a seed, and perhaps the step at which something breaks."""
 
 
-class Pass:
-    """A backward pass; every fourth fails at some step."""
-
-    def __init__(self, seed: int, crash_at: int | None = None) -> None:
-        self.simulation = Simulation(seed)
-        self._pass = passes.Simulation(seed, fails=seed % 4 == 3)
-        if crash_at is not None:
-            self._pass._fails_at = crash_at
-
-    def run(self) -> None:
-        try:
-            self._pass.run()
-        except passes.Wrong as wrong:
-            raise Wrong(str(wrong)) from wrong
-
-
 PARTS: dict[str, Build] = {
-    "passes": Pass,
+    "passes": passes.Pass,
     "ledger": ledger.TimedWorld,
     "reader": reader.World,
 }

@@ -1,35 +1,36 @@
-"""Simulated backward passes: real progress on every worker, a made-up graph and network.
+"""Simulated backward passes: real states on every worker, a made-up graph and network.
 
-Workers run their pieces as torch's engine does, and say to each other what `pass_driver.py` would.
-Chance decides the graph, which message arrives next, who goes on next, and what goes wrong.
-Whoever runs is checked: gradients go exactly where the roots' gradients flow, slot by slot.
+Workers run their segments as torch's engine does, and say to each other what `pass_driver.py`
+would. Chance decides the graph, which message arrives next, who goes on next, what is said twice,
+and what goes wrong. Whoever runs is checked: gradients go exactly where the roots' gradients flow,
+slot by slot.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from gradwire._autograd.actions import (
-    Abort,
+from gradwire._autograd.pass_state import (
+    ROOTS,
     Action,
-    Answer,
-    Arrived,
-    Finish,
+    Indexes,
     Narrow,
-    Piece,
-    Plan,
+    PassState,
     Reach,
     Run,
-    Slot,
-    Tell,
-    Wake,
-    Words,
+    Step,
+    Void,
 )
-from gradwire._autograd.pass_state import Progress
 
+from .simulation import Simulation, Wrong
+
+Slot = tuple[int, int]
+"""A tensor of a message: the message's number, and which of its tensors."""
 Slots = frozenset[Slot]
 
 
@@ -52,7 +53,7 @@ class Graph:
     recvs: dict[Slot, int] = field(default_factory=dict)
 
     def add(self, reaches: Iterable[Slots], message: int | None, to: int) -> None:
-        """Slots of one message, or roots, which are one piece each."""
+        """Slots of one message, or roots, which are one segment each."""
         group = len(self.sources)
         for index, reach in enumerate(reaches):
             slot = None if message is None else (message, index)
@@ -60,7 +61,7 @@ class Graph:
         self.join()
 
     def join(self) -> None:
-        """Sources that lead to a common recv are one piece."""
+        """Sources that lead to a common recv are one segment."""
         first: dict[int, int] = {}
         for source in self.sources:
             for message, _ in source.reach:
@@ -71,7 +72,7 @@ class Graph:
             if source.group == other:
                 source.group = one
 
-    def pieces(self) -> list[list[Source]]:
+    def segments(self) -> list[list[Source]]:
         groups: dict[int, list[Source]] = {}
         for source in self.sources:
             groups.setdefault(source.group, []).append(source)
@@ -85,15 +86,17 @@ class World:
     """What was recorded in the forward."""
 
     graphs: list[Graph]
+    nothing: set[Slot] = field(default_factory=set)
+    """Of recvs, slots that a Function gives None for."""
 
-    def live(self) -> set[Slot]:
+    def live(self, nothing: Iterable[Slot] = ()) -> set[Slot]:
         """The slots that get gradients: those that the roots' gradients flow back to."""
         found: set[Slot] = set()
         by_slot = {s.slot: s for graph in self.graphs for s in graph.sources if s.slot}
         todo = [s for s in self.graphs[0].sources if s.slot is None]
         while todo:
             for slot in todo.pop().reach:
-                if slot not in found:
+                if slot not in found and slot not in nothing:
                     found.add(slot)
                     todo.append(by_slot[slot])
         return found
@@ -119,7 +122,9 @@ def draw(
         if len(graph.sources) > 1 and chance.random() < 0.3:
             one, other = chance.sample(graph.sources, 2)
             graph.merge(one.group, other.group)
-    return World(graphs)
+    slots = [slot for graph in graphs for slot in graph.recvs]
+    share = chance.choice((0, 0, 0.1, 0.3))
+    return World(graphs, {slot for slot in slots if chance.random() < share})
 
 
 def reached(chance: random.Random, graph: Graph) -> Slots:
@@ -127,362 +132,399 @@ def reached(chance: random.Random, graph: Graph) -> Slots:
 
 
 @dataclass
+class Load:
+    """What is on its way to a worker."""
+
+    arrived: list[tuple[int, Indexes]] = field(default_factory=list)
+    voids: list[int] = field(default_factory=list)
+    slots: list[Slot] = field(default_factory=list)
+
+    def add(self, other: Load) -> None:
+        self.arrived += other.arrived
+        self.voids += other.voids
+        self.slots += other.slots
+
+
+Leaving = dict[int, Load]
+
+
+@dataclass(eq=False)
+class Round:
+    """What follows from one request on one worker."""
+
+    worker: Worker
+    asker: Round | None
+    step: Step
+    open: int = 1
+    """Runs, and requests that are not answered; and itself, while it is begun."""
+    back: Load = field(default_factory=Load)
+    parked: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.worker.rounds.append(self)
+
+
+@dataclass(eq=False)
 class Running:
-    """A run: the messages whose gradients have left, and those that were entered."""
+    """A run: what was entered, with gradients or without; the recvs that were run."""
 
     run: Run
-    left: set[int] = field(default_factory=set)
-    entered: set[int] = field(default_factory=set)
+    round: Round
+    entered: set[Slot] = field(default_factory=set)
+    """Sources that gradients flowed from."""
+    seen: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    held: Leaving = field(default_factory=dict)
 
 
-@dataclass
 class Worker:
-    me: int
-    graph: Graph
-    pieces: list[list[Source]] = field(default_factory=list)
-    progress: Progress | None = None
-    engager: int | None = None
-    running: list[Running] = field(default_factory=list)
-    has_ended: bool = False
-    """Its end has come, and is told, or about to be."""
-    is_told: bool = False
-    """The engager knows that it has ended."""
-    held: dict[int, list[Arrived]] = field(default_factory=dict)
-    """Gradients that wait for a message, an answer or the end, by worker."""
-    questions: list[tuple[int, bool]] = field(default_factory=list)
-    """Who is to be answered, and whether that message engaged us."""
-    is_gone: bool = False
-    knows: bool = False
-    """It has been told that the pass has failed."""
+    """One of those that take part."""
 
-    def begin(self, engager: int | None) -> Progress:
-        self.engager = engager
-        self.pieces = self.graph.pieces()
-        pieces = [
-            Piece(
-                tuple([s.slot for s in group if s.slot]),
-                tuple(sorted(frozenset().union(*(s.reach for s in group)))),
-                any(s.slot is None for s in group),
-            )
-            for group in self.pieces
-        ]
-        sends = {s.slot: s.to for s in self.graph.sources if s.slot}
-        plan = Plan(pieces, sends, dict(self.graph.recvs))
-        self.progress = Progress(self.me, plan, engager)
-        return self.progress
+    def __init__(self, me: int, graph: Graph) -> None:
+        self.me = me
+        self.graph = graph
+        self.segments = graph.segments()
+        self.state = PassState(self)
+        self.running: list[Running] = []
+        self.rounds: list[Round] = []
+        """Those that are not answered."""
+        self.has_failed = False
 
-    def kept(self, piece: int, sends: Iterable[Slot]) -> list[Source]:
-        slots = (None, *sends)
-        return [source for source in self.pieces[piece] if source.slot in slots]
+    def segment(self, source: int) -> list[Source]:
+        for segment in self.segments:
+            if any(_number(each) == source for each in segment):
+                return segment
+        return []
+
+    def sources(self, source: int) -> Sequence[int]:
+        """See `pass_state.Plan`."""
+        return sorted({_number(each) for each in self.segment(source)})
+
+    def kept(self, sources: Mapping[int, Indexes]) -> list[Source]:
+        """The sources of one segment, slot by slot."""
+        segment = self.segment(next(iter(sources)))
+        found = [s for s in segment if _number(s) in sources]
+        return [s for s in found if s.slot is None or s.slot[1] in sources[s.slot[0]]]
+
+
+def _number(source: Source) -> int:
+    return ROOTS if source.slot is None else source.slot[0]
 
 
 def reach_of(sources: Iterable[Source]) -> Slots:
     return frozenset().union(*(source.reach for source in sources))
 
 
-@dataclass
+@dataclass(eq=False)
 class Flight:
-    """Something on its way: a step, the answer to one, the word that a worker has ended, or that
-    the pass has failed."""
+    """A request on its way, or an answer: of the round that asked."""
 
-    kind: str
-    source: int
-    target: int
-    arrived: tuple[Arrived, ...] = ()
-    content: Words | Answer | None = None
-    due: float = 0.0
+    due: float
+    what: str
+    arrive: Callable[[], None]
 
 
-class Wrong(AssertionError):
-    """What must not happen."""
-
-
-class Simulation:
-    """One pass. `fails`: it may fail somewhere, or a worker go away, at some step."""
+class Pass:
+    """One pass. Every fourth fails somewhere, or loses a worker, at some step, or at this one."""
 
     def __init__(
-        self, seed: int, world: World | None = None, *, fails: bool = False
+        self,
+        seed: int,
+        crash_at: int | None = None,
+        *,
+        world: World | None = None,
+        in_order: bool = False,
     ) -> None:
-        self.chance = random.Random(seed)
+        """`in_order`: nothing is left to chance, what is due first comes first."""
+        self.simulation = Simulation(seed)
+        self.chance = self.simulation.chance
         self.world = world or draw(self.chance)
-        self.live = self.world.live()
+        self.flow = self.world.live()
+        self.live = self.world.live(self.world.nothing)
         self.workers = [Worker(i, graph) for i, graph in enumerate(self.world.graphs)]
         self.flying: list[Flight] = []
         self.got: set[Slot] = set()
+        self.has_ended = False
         self.has_failed = False
         self.messages = 0
-        """Steps, with which their answers, and ends that were told by themselves."""
+        """Requests, each of which has an answer."""
         self.clock = 0.0
-        self._fails_at = self.chance.randrange(40) if fails else -1
+        """In ways from a worker to another."""
+        self._in_order = in_order
+        self._parked: set[int] = set()  # the workers that have parked something
+        if crash_at is None and seed % 4 == 3 and not in_order:
+            crash_at = self.chance.randrange(40)
+        self._fails_at = crash_at
 
     def run(self) -> None:
-        """Until the pass has ended everywhere."""
-        root = self.workers[0]
-        self.do(root, root.begin(None).begun())
-        steps = 0
-        while not self.is_over():
-            if steps == self._fails_at:
+        """Until the pass has ended."""
+        self.lead(Step.RUN, set())
+        while not self.has_ended:
+            if self.simulation.steps == self._fails_at:
                 self.break_something()
-            steps += 1
+            self.simulation.steps += 1
             moves = self.moves()
             if not moves:
-                if self.is_over():
-                    break
                 raise Wrong("it hangs")
-            self.chance.choice(moves)()
-        self.check_end()
-
-    def is_over(self) -> bool:
-        if self.has_failed:
-            began = [
-                w for w in self.workers if w.progress is not None and not w.is_gone
-            ]
-            return all(w.has_ended or w.progress.is_over for w in began if w.progress)
-        return self.workers[0].has_ended
-
-    def check_end(self) -> None:
+            (moves[0] if self._in_order else self.chance.choice(moves))()
         if self.has_failed:
             return
         if self.got != self.live:
             raise Wrong(f"gradients came for {self.got}, not {self.live}")
-        if any(flight.kind == "step" for flight in self.flying):
-            raise Wrong("it has ended, and not all was heard")
-        for worker in self.workers:
-            if worker.running or (worker.progress is not None and not worker.has_ended):
-                raise Wrong(f"worker {worker.me} has not ended")
+        if self.flying or any(worker.running for worker in self.workers):
+            raise Wrong("it has ended, and somebody is still at work")
 
-    def moves(self) -> list[Any]:
-        moves: list[Any] = [lambda f=f: self.fly(f) for f in self.flying]
+    def moves(self) -> list[Callable[[], None]]:
+        moves: list[Callable[[], None]] = []
         for worker in self.workers:
-            if worker.is_gone:
-                continue
             for running in worker.running:
                 if self.can_go_on(worker, running):
-                    moves.append(lambda w=worker, r=running: self.go_on(w, r))
-            if worker.questions:
-                moves.append(lambda w=worker: self.answer(w))
-        return moves
+                    moves.append(partial(self.go_on, worker, running))
+        self.flying.sort(key=lambda flight: flight.due)
+        return moves + [partial(self.fly, flight) for flight in self.flying]
+
+    # The leader
+
+    def lead(self, step: Step, parked: set[int]) -> None:
+        leader = self.workers[0]
+        current = Round(leader, None, step)
+        leaving: Leaving = {worker: Load() for worker in parked if worker}
+        state = leader.state
+        if step is Step.RUN:
+            actions = state.came(ROOTS, ())
+        else:
+            actions = state.announce() if step is Step.ANNOUNCE else state.rest()
+        self.go_through(current, actions, leaving)
+        self.leave(current)
+
+    def over(self, current: Round) -> None:
+        """All requests of the leader are answered."""
+        parked = {worker for worker, count in current.parked.items() if count}
+        if current.step is Step.RUN:
+            self._parked = parked
+        leader = self.workers[0]
+        is_any = (self._parked or leader.state.parked) and not leader.has_failed
+        if current.step is Step.REST or not is_any:
+            self.has_ended = True
+        else:
+            self.lead(Step(current.step + 1), self._parked)
 
     # The engine
 
     def look(self, worker: Worker, running: Running) -> tuple[list[int], list[int]]:
         """The messages that a run has not entered, and the recvs that are ready."""
-        sources = worker.kept(running.run.piece, running.run.sends)
-        waiting = [s for s in sources if s.slot and s.slot[0] not in running.entered]
+        sources = worker.kept(running.run.sources)
+        waiting = [s for s in sources if s.slot and s.slot[0] not in running.seen]
         blocked = {message for message, _ in reach_of(waiting)}
-        ready = {message for message, _ in reach_of(sources)} - blocked - running.left
+        ready = {message for message, _ in reach_of(sources)} - blocked - running.done
         return sorted({s.slot[0] for s in waiting if s.slot}), sorted(ready)
 
     def can_go_on(self, worker: Worker, running: Running) -> bool:
         waiting, ready = self.look(worker, running)
-        progress = _begun(worker)
-        if ready or not waiting or progress.is_over:
+        if ready or not waiting or worker.has_failed:
             return True
-        return progress.fate(waiting[-1]) is not None
+        return worker.state.fate(waiting[-1]) is not None
 
     def go_on(self, worker: Worker, running: Running) -> None:
         """Recvs that are ready first, then the newest message, then the end."""
-        progress = _begun(worker)
-        if progress.is_over:
+        current = running.round
+        if worker.has_failed:
             worker.running.remove(running)
+            self.leave(current)
             return
         waiting, ready = self.look(worker, running)
         if ready:
-            running.left.add(ready[0])
-            sources = worker.kept(running.run.piece, running.run.sends)
-            self.deliver(worker, running.run, ready[0], reach_of(sources))
+            running.done.add(ready[0])
+            self.deliver(worker, running, ready[0])
         elif waiting:
-            running.entered.add(waiting[-1])
+            newest = waiting[-1]
+            running.seen.add(newest)
+            present = worker.state.fate(newest) or ()
+            running.entered |= {(newest, index) for index in present}
         else:
             worker.running.remove(running)
-            self.send_held(worker)
-            self.do(worker, progress.ran(running.run))
-            if not progress.is_over:
-                self.send_held(worker, also_engager=True)
+            self.send(current, running.held, at_end=True)
+            self.leave(current)
 
-    def deliver(self, worker: Worker, run: Run, message: int, reached: Slots) -> None:
-        """The gradients of a recv leave."""
-        progress = _begun(worker)
+    def deliver(self, worker: Worker, running: Running, message: int) -> None:
+        """The gradients of a recv leave, if there are any."""
+        sources = worker.kept(running.run.sources)
+        entered = [s for s in sources if s.slot is None or s.slot in running.entered]
+        reached = reach_of(entered) - self.world.nothing
         present = tuple(sorted(index for m, index in reached if m == message))
         wanted = tuple(sorted(index for m, index in self.live if m == message))
         if present != wanted:
             raise Wrong(f"recv {message} gives gradients for {present}, not {wanted}")
-        to = next(w for (m, _), w in worker.graph.recvs.items() if m == message)
-        progress.left(message)
-        if to == worker.me:
-            self.take([(message, present)])
-            self.do(worker, progress.delivered_here((message, present)))
-        elif run.may_wait:
-            self.send(worker.me, to, [(message, present)], progress.speak(to))
+        leaving: Leaving = {} if running.run.waits else running.held
+        if present:
+            to = self.sender(worker, message)
+            leaving.setdefault(to, Load()).arrived.append((message, present))
         else:
-            worker.held.setdefault(to, []).append((message, present))
+            self.do(running.round, worker.state.empty(message), leaving)
+        if running.run.waits:
+            self.send(running.round, leaving)
 
-    # What is said
+    def sender(self, worker: Worker, message: int) -> int:
+        return next(w for (m, _), w in worker.graph.recvs.items() if m == message)
 
-    def send(
-        self, source: int, target: int, arrived: Iterable[Arrived], words: Words
+    # The driver
+
+    def go_through(
+        self, current: Round, actions: Iterable[Action], leaving: Leaving
     ) -> None:
-        self.messages += 1
-        self.fly_off(Flight("step", source, target, tuple(arrived), words))
+        """Do what is to be done, and send what leaves."""
+        self.do(current, actions, leaving)
+        self.send(current, leaving)
 
-    def fly_off(self, flight: Flight) -> None:
-        flight.due = self.clock + 1
-        self.flying.append(flight)
+    def do(self, current: Round, actions: Iterable[Action], leaving: Leaving) -> None:
+        worker = current.worker
+        for action in actions:
+            if type(action) is Run:
+                slots = {(m, i) for m, found in action.sources.items() for i in found}
+                if not self.flow >= slots:
+                    raise Wrong(f"{action} runs what gets no gradient")
+                current.open += 1
+                worker.running.append(Running(action, current))
+            elif type(action) is Narrow:
+                recvs = {m for m, _ in reach_of(worker.kept(action.sources))}
+                voids = worker.state.narrowed(action.sources, recvs)
+                self.do(current, voids, leaving)
+            elif type(action) is Reach:
+                reached = reach_of(worker.kept(action.sources))
+                worker.state.reached(action.sources, [m for m, _ in reached])
+                for slot in sorted(reached):
+                    to = self.sender(worker, slot[0])
+                    leaving.setdefault(to, Load()).slots.append(slot)
+            elif type(action) is Void:
+                for message in action.recvs:
+                    to = self.sender(worker, message)
+                    leaving.setdefault(to, Load()).voids.append(message)
 
-    def send_held(self, worker: Worker, *, also_engager: bool = False) -> None:
-        """What no answer and no end will take along."""
-        progress = _begun(worker)
-        asking = {sender for sender, _ in worker.questions}
-        for to in sorted(worker.held):
-            if to not in asking and (also_engager or to != worker.engager):
-                words = progress.speak(to)
-                self.send(worker.me, to, worker.held.pop(to), words)
-
-    def answer(self, worker: Worker) -> None:
-        """Answer a question; with what there is, and the end if it is to be told now."""
-        index = self.chance.randrange(len(worker.questions))
-        sender, engages = worker.questions.pop(index)
-        progress = _begun(worker)
-        held = tuple(worker.held.pop(sender, ()))
-        if progress.has_failed:
-            self.fly_off(Flight("failed", worker.me, sender))
-            return
-        if progress.is_over and sender != worker.engager:
-            answer = Answer(held, is_done=True)
-        elif progress.is_over and not worker.is_told:
-            worker.is_told = True
-            answer = Answer(held, is_done=True)
-        else:
-            words = None if progress.is_over else progress.answer(sender)
-            answer = Answer(held, words, is_engaged=engages)
-        self.fly_off(Flight("answer", worker.me, sender, held, answer))
-
-    def fly(self, flight: Flight) -> None:
-        """It arrives."""
-        self.flying.remove(flight)
-        self.clock = max(self.clock, flight.due)
-        worker, source = self.workers[flight.target], flight.source
-        if worker.is_gone:
-            if flight.kind == "step" and not self.workers[source].is_gone:
-                self.fail(self.workers[source])
-            return
-        progress = worker.progress
-        if flight.kind == "failed":
-            worker.knows = True
-            if progress is not None:
-                self.fail(worker)
-            return
-        if worker.knows or (progress is not None and progress.has_failed):
-            if flight.kind == "step":
-                self.fly_off(Flight("failed", worker.me, source))
-            return
-        self.take(flight.arrived)
-        if flight.kind == "answer":
-            assert isinstance(flight.content, Answer)
-            self.do(worker, _begun(worker).answered(source, flight.content))
-        elif flight.kind == "over":
-            self.do(worker, _begun(worker).ended(source, flight.arrived))
-        else:
-            assert isinstance(flight.content, Words)
-            self.step(worker, source, flight.content, flight.arrived)
-
-    def step(
-        self, worker: Worker, source: int, words: Words, arrived: Iterable[Arrived]
-    ) -> None:
-        worker.questions.append((source, worker.progress is None))
-        if worker.progress is None:
-            progress = worker.begin(source)
-            progress.heard(source, words, arrived)
-            self.do(worker, progress.begun())
-        elif not worker.progress.is_over:
-            worker.progress.heard(source, words, arrived)
-            self.do(worker, worker.progress.settled())
-
-    def take(self, arrived: Iterable[Arrived]) -> None:
-        for message, present in arrived:
+    def take(self, current: Round, load: Load, leaving: Leaving) -> None:
+        """Something came."""
+        worker, state = current.worker, current.worker.state
+        actions: list[Action] = []
+        before = len(state.parked)
+        if current.step is Step.REST:
+            actions += state.rest()
+        for message, present in load.arrived:
             slots = {(message, index) for index in present}
             if self.got & slots:
                 raise Wrong(f"gradients for message {message} came twice")
             self.got |= slots
+            actions += state.came(message, present)
+            if self.chance.random() < 0.1 and state.came(message, present):
+                raise Wrong("what is said again changes something")
+        for message in load.voids:
+            actions += state.came(message, ())
+        if current.step is Step.ANNOUNCE:
+            actions += state.announce(load.slots)
+            if self.chance.random() < 0.1 and state.announce(load.slots):
+                raise Wrong("what is said again changes something")
+        if current.step is Step.RUN:
+            current.parked[worker.me] += len(state.parked) - before
+        self.do(current, actions, leaving)
 
-    # What is done
+    def send(self, current: Round, leaving: Leaving, *, at_end: bool = False) -> None:
+        me, asker = current.worker.me, current.asker
+        while leaving:
+            to = next(iter(leaving)) if me not in leaving else me
+            load = leaving.pop(to)
+            if to == me:
+                self.take(current, load, leaving)
+            elif (
+                asker is not None
+                and to == asker.worker.me
+                and self.rides(current, at_end=at_end and not leaving)
+            ):
+                current.back.add(load)
+            else:
+                self.post(current, to, load)
 
-    def do(self, worker: Worker, actions: Iterable[Action]) -> None:
-        progress = _begun(worker)
-        for action in actions:
-            if isinstance(action, Run):
-                if not self.live.issuperset(action.sends):
-                    raise Wrong(f"{action} runs what gets no gradient")
-                worker.running.append(Running(action))
-            if isinstance(action, Run | Narrow):
-                recvs = reach_of(worker.kept(action.piece, action.sends))
-                self.do(worker, progress.narrowed(action.piece, action.sends, recvs))
-            elif isinstance(action, Reach):
-                recvs = reach_of(worker.kept(action.piece, action.sends))
-                self.do(worker, progress.reached(recvs))
-            elif isinstance(action, Tell):
-                self.send(worker.me, action.to, (), action.words)
-            elif isinstance(action, Finish):
-                self.end(worker)
+    def rides(self, current: Round, *, at_end: bool) -> bool:
+        """Whether what is for the asker may wait for the answer: in the end nobody else must."""
+        if current.step is not Step.REST:
+            return True
+        return at_end and current.open == 1 and self.chance.random() < 0.8
 
-    def end(self, worker: Worker) -> None:
-        worker.has_ended = True
-        to, asking = worker.engager, [sender for sender, _ in worker.questions]
-        if to is not None and to not in asking and not worker.is_told:
-            worker.is_told = True
-            held = tuple(worker.held.pop(to, ()))
-            self.messages += 1
-            self.fly_off(Flight("over", worker.me, to, held))
+    def post(self, current: Round, to: int, load: Load) -> None:
+        """Ask a worker."""
+        self.messages += 1
+        current.open += 1
+        other = self.workers[to]
+
+        def arrive() -> None:
+            asked = Round(other, current, current.step)
+            if not other.has_failed:
+                leaving: Leaving = {}
+                self.take(asked, load, leaving)
+                self.send(asked, leaving)
+            self.leave(asked)
+
+        what = f"{current.step.name} {current.worker.me} -> {to}: {load}"
+        self.fly_off(what, arrive)
+
+    def leave(self, current: Round) -> None:
+        """Something of a round is over; if all is, it is answered."""
+        current.open -= 1
+        if not current.open or current.worker.has_failed:
+            self.answer(current)
+
+    def answer(self, current: Round) -> None:
+        worker, asker = current.worker, current.asker
+        if current not in worker.rounds:
+            return
+        worker.rounds.remove(current)
+        if asker is None:
+            self.over(current)
+            return
+
+        def arrive() -> None:
+            if worker.has_failed:
+                self.fail(asker.worker)
+            elif not asker.worker.has_failed:
+                leaving: Leaving = {}
+                asker.parked.update(current.parked)
+                self.take(asker, current.back, leaving)
+                self.send(asker, leaving)
+            self.leave(asker)
+
+        what = f"answer {worker.me} -> {asker.worker.me}: {current.back}"
+        self.fly_off(what, arrive)
+
+    def fly_off(self, what: str, arrive: Callable[[], None]) -> None:
+        self.flying.append(Flight(self.clock + 1, what, arrive))
+
+    def fly(self, flight: Flight) -> None:
+        self.flying.remove(flight)
+        self.simulation.note(flight.what)
+        self.clock = max(self.clock, flight.due)
+        flight.arrive()
 
     # What goes wrong
 
     def break_something(self) -> None:
-        """A backward raises somewhere; or a worker goes away, and all hear of it."""
-        began = [w for w in self.workers if w.progress is not None]
-        worker = self.chance.choice(began)
-        if worker.progress is None or worker.progress.is_over:
-            return
-        self.has_failed = True
-        if worker.me and self.chance.random() < 0.5:
-            worker.is_gone = True
-            self.flying = [f for f in self.flying if f.source != worker.me]
-            for other in began:
-                progress = _begun(other)
-                is_needed = progress.is_expecting(worker.me)
-                if other is not worker and not progress.is_over and is_needed:
-                    self.fail(other)
-            return
-        self.fail(worker)
+        """A backward raises somewhere, or a worker goes away: whoever asks it hears of that."""
+        self.fail(self.chance.choice(self.workers))
+        if not self.workers[0].has_failed and self.chance.random() < 0.5:
+            self.fail(self.workers[0])
 
     def fail(self, worker: Worker) -> None:
-        """The pass has failed here: who gave us work is told, and those who have some of ours."""
-        progress = _begun(worker)
-        if progress.is_over:
-            return
-        actions = progress.failed()
-        if worker.engager is not None:
-            self.fly_off(Flight("failed", worker.me, worker.engager))
-        for action in actions:
-            if isinstance(action, Abort):
-                self.fly_off(Flight("failed", worker.me, action.to))
-            elif not isinstance(action, Wake):
-                raise Wrong(f"{action} after a failure")
+        """Who has asked it hears of it at once."""
+        self.has_failed = worker.has_failed = True
+        for current in list(worker.rounds):
+            self.answer(current)
 
 
-def _begun(worker: Worker) -> Progress:
-    assert worker.progress is not None
-    return worker.progress
-
-
-def simulate(seed: int) -> Simulation:
+def simulate(seed: int) -> Pass:
     """A pass that this seed decides.
 
     Raises:
         Wrong: something happened that must not.
     """
-    simulation = Simulation(seed, fails=seed % 4 == 3)
-    simulation.run()
-    return simulation
+    simulated = Pass(seed)
+    simulated.run()
+    return simulated
 
 
 def describe(world: World) -> Mapping[str, Any]:

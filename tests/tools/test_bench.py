@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 import gradwire as gw
-from gradwire._autograd.graph import walk
+from gradwire._autograd.segments import walk
 from gradwire.testing import World
 from gradwire.tools.bench import ray_monarch
 from gradwire.tools.bench.command import main
@@ -114,9 +114,8 @@ def test_a_promise_beside_plain_torch_is_shown_as_kept_or_broken(
 
 
 def test_the_local_graph_has_5000_nodes() -> None:
-    nodes: dict[Any, int] = {}
-    leaves, _, _ = walk(local_nodes().grad_fn, 0, nodes)
-    assert len(nodes) + len(leaves) == 5000
+    reach = walk([(local_nodes().grad_fn, 0)], {})
+    assert len(reach.nodes) + len(reach.leaves) == 5000
 
 
 def test_a_local_pass_is_measured_beside_plain_torch() -> None:

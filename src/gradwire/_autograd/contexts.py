@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -24,32 +25,30 @@ from torch import Tensor
 
 from ..errors import GradwireError
 from .nodes import Crossing, Send
+from .segments import Segments
 
 _COUNT_BITS = 48
 _MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
 
 
 class Part(Protocol):
-    """What others want of a pass under way (`pass_driver.py`)."""
+    """What others want of a pass (`parts.py`)."""
 
-    def engage(self, sender: int, words: Any, arrived: Any) -> Any: ...
-
-    def step(self, sender: int, words: Any, arrived: Any) -> Any: ...
-
-    def ended(self, worker: int, outcome: Any) -> None: ...
+    @property
+    def is_under_way(self) -> bool: ...
 
     def end(self, failed: Any) -> None: ...
 
-    def worker_gone(self, worker: int, name: str) -> None: ...
-
     def released(self) -> None: ...
 
+    def worker_gone(self, worker: int, name: str) -> None: ...
 
-class Memory(OrderedDict[int, "int | None"]):
-    """The last numbers noted, each with a note. What comes after thousands of others is late."""
 
-    def add(self, number: int, note: int | None = None) -> None:
-        self[number] = note
+class Memory(OrderedDict[int, None]):
+    """The last numbers noted. What comes after thousands of others is late."""
+
+    def add(self, number: int) -> None:
+        self[number] = None
         if len(self) > _MOST_REMEMBERED:
             self.popitem(last=False)
 
@@ -69,10 +68,7 @@ def owner(number: int) -> int:
 class Context:
     """One session, as one worker knows it. May be used by several threads."""
 
-    strands: Any = None
-    """The graph as direct passes see it, when last looked at."""
     is_released = False
-    _ended: Memory | None = None
 
     def __init__(self, number: int) -> None:
         self.id = number
@@ -83,28 +79,19 @@ class Context:
         """The workers that messages of this context went to or came from."""
         self.gradients: dict[Tensor, Tensor] = {}
         self.parts: dict[int, Part] = {}
-        """The passes under way here, by number."""
+        """The passes that have come here and may come again, by number."""
         self.led: set[int] = set()
         """The passes under way that were begun here."""
-        self.records: dict[int, Any] = {}
-        """What direct passes have done here, by number (`tree_pass.py`)."""
+        self.aborted: set[int] = set()
+        """Passes of others that have failed, and are not to be begun here any more."""
+        self._segments = Segments()
+        self._since: dict[int, int] = {}  # by worker that leads, its oldest pass
 
     def __repr__(self) -> str:
         return (
             f"<Context {self.id}: {len(self.sends)} sends, {len(self.recvs)} recvs, "
             f"{len(self.gradients)} gradients, {len(self.parts)} passes>"
         )
-
-    @property
-    def ended(self) -> Memory:
-        """The passes that are not under way any more, and who engaged us in them; with the lock."""
-        if self._ended is None:
-            self._ended = Memory()
-        return self._ended
-
-    def has_ended(self, number: int) -> bool:
-        """Whether a pass is not under way any more; with the lock."""
-        return self._ended is not None and number in self._ended
 
     def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
         send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
@@ -127,20 +114,28 @@ class Context:
                 if before is not gradient:
                     known[leaf] = add(before, gradient)
 
+    def segments(self) -> Segments:
+        """Its graph here as it is now; with the lock."""
+        segments = self._segments
+        if segments.count < len(self.sends):
+            for send in list(islice(self.sends.values(), segments.count, None)):
+                segments.add(send)
+        return segments
+
     def clear(self) -> list[Part]:
-        """Let go of everything; the passes that were under way."""
+        """Let go of everything; the passes that were known."""
         with self.lock:
             self.is_released = True
             parts = list(self.parts.values())
-            self.sends, self.recvs, self.gradients = {}, {}, {}
-            self.records, self.strands = {}, None
+            self.sends, self.recvs, self.gradients, self.parts = {}, {}, {}, {}
+            self._segments = Segments()
         return parts
 
     def passes(self) -> int:
         """How many are under way here."""
         with self.lock:
-            records = list(self.records.values())  # in one step: passes end meanwhile
-            return len(self.parts) + len([each for each in records if each.running])
+            parts = list(self.parts.values())  # in one step: passes end meanwhile
+        return sum(part.is_under_way for part in parts)
 
     def begin_pass(self, numbers: Numbers) -> tuple[int, int]:
         """The number of a new pass, and that of the oldest one that was begun here and goes on.
@@ -154,23 +149,23 @@ class Context:
             raise unknown(self.id)
         number = numbers.next()
         self.led.add(number)
-        since = min(self.led)
-        if self.records:
-            self.forget_records(number, since)
-        return number, since
+        return number, min(self.led)
 
-    def forget_records(self, number: int, since: int) -> None:
+    def is_over(self, number: int) -> bool:
+        """Whether a pass has ended, as far as is known; with the lock."""
+        return number in self.aborted or number < self._since.get(owner(number), 0)
+
+    def forget_passes(self, number: int, since: int) -> None:
         """Whoever leads this pass has ended those before `since`; with the lock.
 
         What still runs here is of one that failed: the word of that must find it.
         """
-        # Records of others end meanwhile. A list of numbers is made in one step; one of pairs is
-        # not: the collector may come in between, and with it all that runs when things go.
-        for each in list(self.records):
-            if each < since and owner(each) == owner(number):
-                record = self.records.get(each)
-                if record is not None and not record.running:
-                    self.records.pop(each, None)
+        leader = owner(number)
+        if since > self._since.get(leader, 0):
+            self._since[leader] = since
+            for each, part in list(self.parts.items()):
+                if each < since and owner(each) == leader and not part.is_under_way:
+                    del self.parts[each]
 
 
 def add(before: Tensor, more: Tensor) -> Tensor:

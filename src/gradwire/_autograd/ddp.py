@@ -63,11 +63,6 @@ def _is_group() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
-def is_joint(leaf: Any) -> bool:
-    """Whether a leaf, given by its node, wants its gradient once and whole."""
-    return hooks.has_any(leaf) or bool(replicated((leaf,)))
-
-
 def replicated(nodes: Iterable[Any]) -> list[Replica]:
     """The replicated modules that have some of these leaves, which are given by their nodes."""
     replicas = known()

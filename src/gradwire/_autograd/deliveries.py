@@ -6,12 +6,9 @@ arrive at another in the same context: a send here, a recv there, for later pass
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from torch import Tensor
 
-from ..errors import ProtocolError
-from .actions import Arrived
+from ..errors import GradwireError, ProtocolError
 from .contexts import Context, Numbers, unknown
 from .messages import CREATE, Delivery
 from .nodes import Crossing, Gradients, make_recv
@@ -20,19 +17,34 @@ from .nodes import Crossing, Gradients, make_recv
 def make(
     context: Context, recv: Crossing, gradients: Gradients, flags: int, numbers: Numbers
 ) -> Delivery | None:
-    """The gradients of a recv, as they are sent; None: there are none."""
+    """The gradients of a recv, as they are sent; None: there are none.
+
+    Raises:
+        GradwireError: there are some, and the recv is of another context.
+    """
     plain = bare(gradients)
     if plain is None:
         return None
-    link = 0
-    linked: tuple[int, ...] = ()
+    if recv.context != context.id:
+        raise GradwireError(
+            f"a tensor that arrived in context {recv.context} is part of a backward pass in "
+            f"context {context.id}: detach() it, if it is to be kept"
+        )
     if flags & CREATE:
-        traced = [(i, g) for i, g in enumerate(gradients) if g is not None]
-        traced = [(i, g) for i, g in traced if g.requires_grad]
+        traced = [
+            i for i, g in enumerate(gradients) if g is not None and g.requires_grad
+        ]
         if traced:
-            link, linked = numbers.next(), tuple([i for i, _ in traced])
-            context.add_send(link, recv.worker, [g for _, g in traced])
-    return recv.id, plain, link, linked
+            link = numbers.next()
+            context.add_send(link, recv.worker, [_at(gradients, i) for i in traced])
+            return Delivery(recv.id, plain, link, traced)
+    return Delivery(recv.id, plain)
+
+
+def _at(gradients: Gradients, index: int) -> Tensor:
+    found = gradients[index]
+    assert found is not None
+    return found
 
 
 def bare(gradients: Gradients) -> Gradients | None:
@@ -46,38 +58,20 @@ def bare(gradients: Gradients) -> Gradients | None:
     return gradients if is_any else None
 
 
-def copied(gradients: Sequence[Tensor | None]) -> Gradients:
+def copied(delivery: Delivery) -> Delivery:
     """With memory of their own, as they would have if they had come by a message."""
-    return tuple([None if g is None else g.clone() for g in gradients])
+    gradients = [None if g is None else g.clone() for g in delivery.gradients]
+    return Delivery(delivery.send, gradients, delivery.link, delivery.linked)
 
 
-def take(context: Context, sender: int, delivery: Delivery) -> Gradients:
-    """The gradients of a delivery.
-
-    Raises:
-        ProtocolError: it lacks some, or is for nothing that was sent.
-    """
-    number, gradients, link, linked = delivery
-    check(context, sender, number, gradients)
-    if link:
-        context.add_recv(link, sender, make_recv([gradients[i] for i in linked]))
-    return gradients
-
-
-def arrived(number: int, gradients: Sequence[Tensor | None]) -> Arrived:
-    """What there is of the gradients for a send."""
-    return number, tuple([i for i, g in enumerate(gradients) if g is not None])
-
-
-def check(
-    context: Context, sender: int, number: int, gradients: Sequence[Tensor | None]
-) -> None:
-    """Refuse gradients that are for nothing that was sent, or not for all of it.
+def take(context: Context, sender: int, delivery: Delivery) -> tuple[int, ...]:
+    """Take what came for a message; which of its slots have gradients.
 
     Raises:
-        ProtocolError: they are.
+        ProtocolError: some are missing, or they are for nothing that was sent.
         GradwireError: the context is over, and all that was sent with it.
     """
+    number, gradients, link, linked = delivery
     send = context.sends.get(number)
     if send is None and context.is_released:
         raise unknown(context.id)
@@ -88,3 +82,6 @@ def check(
         raise ProtocolError(
             f"send {number} of {count} tensors got {len(gradients)} gradients"
         )
+    if link:
+        context.add_recv(link, sender, make_recv([gradients[i] for i in linked]))
+    return tuple([i for i, g in enumerate(gradients) if g is not None])

@@ -1,8 +1,8 @@
 """Gates before the sends that wait, where a graph has nodes on devices too.
 
-A send that waits must be entered only when nothing else can be run (`graph.py`). For nodes on the
-CPU their numbers see to that: all are run by one thread, which takes the highest first. Nodes on
-a device are run by a thread of torch's own for that device. While they are, the CPU's thread may
+A send that waits must be entered only when nothing else can be run (`segments.py`). For nodes on
+the CPU their numbers see to that: all are run by one thread, which takes the highest first. Nodes
+on a device are run by a thread of torch's own for that device. While they are, the CPU's thread may
 find nothing but a send, enter it, and be asleep when the device hands nodes back to the CPU: say
 that of a recv, whose gradients the other workers need before they can send any here.
 

@@ -4,7 +4,7 @@ The engine is called with all sources of the segment at once, and asked for the 
 leaves it reaches. The nodes of the crossings call back: a send for its gradients, for which it may
 have to wait; a recv with its own. For that the engine is asked to reach the token behind the recvs.
 Where it can be, this is cut short: if the gradients of all sends are there, the engine starts with
-these behind the sends; if all recvs come last anyway, it is asked for their gradients. Then no
+these behind the sends; and of a small graph it is asked for the gradients of the recvs. Then no
 Python is run inside, but what users have put there.
 
 `Variable._execution_engine.run_backward` is what `torch.autograd.grad` calls once it has looked at
@@ -15,20 +15,17 @@ place. So with `_profiler_enabled`: without it, every pass would pay for being r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from . import device_queues
-from .graph import Segment
-from .messages import CREATE, QUIET, RETAIN
-from .nodes import TOKEN, Crossing, Gradients, Run, here
-from .torch_modes import is_watched
+from .messages import CREATE, RETAIN
+from .nodes import TOKEN, Crossing, Gradients, Run, Send, here
 
-_USUAL = torch.float32
-_ahead: list[Tensor] = []  # gradients of roots to come, each for one
+_SMALL = 200  # nodes of a graph that takes no time to run
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 _KEEPS_GRAPH = RETAIN | CREATE
 _run_backward: Callable[..., Gradients] = (
@@ -36,65 +33,38 @@ _run_backward: Callable[..., Gradients] = (
 )
 
 
-class Start(NamedTuple):
-    """Where a pass begins: roots, and the gradients that flow into them (None: ones)."""
-
-    roots: Sequence[Tensor] = ()
-    gradients: Sequence[Tensor | None] = ()
-    wanted: Sequence[GradientEdge] = ()
-    """What else to get the gradients of."""
-    parked: Collection[int] = ()
-    """Workers that have something to go on with, because the pass was begun before."""
-
-
 class Job(NamedTuple):
-    """What to run, from which roots, what for, and how."""
+    """What to run, from where, what for, and how."""
 
     roots: Sequence[tuple[Tensor, Tensor | None]]
-    segment: Segment
+    """Roots, and the gradients that flow into them; None: ones."""
+    sends: Sequence[Send]
+    given: dict[int, Sequence[Tensor | None]] | None
+    """The gradients of the sends; None: they are to be asked for. Emptied when used."""
+    size: int
+    """How many nodes are run."""
+    leaves: Sequence[Any]
+    """The nodes behind these."""
     wanted: Sequence[GradientEdge]
+    recvs: Collection[Any]
+    """Their nodes."""
     flags: int
-    given: dict[int, Gradients] | None
-    """The gradients of all sends; None: they are to be asked for. Emptied when used."""
 
 
 class Found(NamedTuple):
-    """The gradients of the leaves, of what was wanted, and of the last recvs."""
+    """The gradients of the leaves, of what was wanted, and of recvs that did not call back."""
 
     leaves: list[Tensor | None]
     wanted: Sequence[Tensor | None] = ()
     recvs: Sequence[tuple[Crossing, Gradients]] = ()
 
 
-def ones_for(root: Tensor) -> Tensor:
-    """The gradient of a root with respect to itself."""
-    is_usual = type(root) is Tensor and root.dtype is _USUAL and root.is_cpu
-    if is_usual and not root.shape:
-        try:
-            return _ahead.pop()
-        except IndexError:
-            pass
-    return torch.ones_like(root)
-
-
-def make_ones_ahead() -> None:
-    """Make the gradient of a usual root to come, while there is time."""
-    if not _ahead and not is_watched():
-        ones = torch.ones((), dtype=_USUAL, device="cpu")
-        if type(ones) is Tensor:
-            _ahead.append(ones)
-
-
-def _ones(root: Tensor, gradient: Tensor | None) -> Tensor:
-    return ones_for(root) if gradient is None else gradient
-
-
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 
 
-def is_inside() -> bool:
-    """Whether this thread is inside a call of the engine that was made here."""
-    return bool(here.runs)
+def is_large(job: Job) -> bool:
+    """Whether it takes so long that gradients should leave before it is over."""
+    return job.size > _SMALL
 
 
 def execute(job: Job, run: Run) -> Found:
@@ -103,30 +73,32 @@ def execute(job: Job, run: Run) -> Found:
     Raises:
         Exception: whatever a node's backward raises.
     """
-    segment = job.segment
-    leaves = () if job.flags & QUIET else segment.leaves
-    inputs = [GradientEdge(node, 0) for node in leaves]
+    inputs = [GradientEdge(node, 0) for node in job.leaves]
     inputs += job.wanted
-    is_short = job.given is not None and len(segment.last) == len(segment.recvs)
-    recvs = [*segment.recvs, *segment.foreign]
-    ends = recvs if is_short else ()
-    for node in ends:
-        inputs += [GradientEdge(node, i) for i in range(node.crossing.count)]
-    nodes = [] if is_short else [node.crossing for node in recvs]
-    if nodes:
-        inputs.append(TOKEN)
+    if job.given is None or is_large(job):
+        nodes = [node.crossing for node in job.recvs]
+        if nodes:
+            inputs.append(TOKEN)
+        if job.given is None:
+            nodes += [send.crossing for send in job.sends]
+        ends: Collection[Any] = ()
+    else:
+        nodes, ends = [], job.recvs
+        for node in ends:
+            inputs += [GradientEdge(node, i) for i in range(node.crossing.count)]
     if not inputs:
         return Found([])
-    if job.given is None:
-        nodes += [send.crossing for send in segment.sends]
-    captured = _call(job, inputs, nodes, run)
-    at = len(leaves) + len(job.wanted)
+    captured = _call(job, tuple(inputs), nodes, run)
+    at = len(job.leaves)
+    leaves = [*captured[:at]]
+    wanted = captured[at : at + len(job.wanted)]
+    at += len(job.wanted)
     found = []
     for node in ends:
-        found.append((node.crossing, captured[at : at + node.crossing.count]))
-        at += node.crossing.count
-    wanted = captured[len(leaves) : len(leaves) + len(job.wanted)]
-    return Found(list(captured[: len(leaves)]), wanted, found)
+        end = at + node.crossing.count
+        found.append((node.crossing, captured[at:end]))
+        at = end
+    return Found(leaves, wanted, found)
 
 
 def accumulate(job: Job, run: Run) -> None:
@@ -135,75 +107,66 @@ def accumulate(job: Job, run: Run) -> None:
     Raises:
         Exception: whatever a node's backward raises.
     """
-    segment = job.segment
-    nodes = [node.crossing for node in (*segment.recvs, *segment.foreign)]
-    nodes += [send.crossing for send in segment.sends]
+    nodes = [node.crossing for node in job.recvs]
+    nodes += [send.crossing for send in job.sends]
+    assert job.given is None
     _call(job, (), nodes, run)
 
 
 def _call(
-    job: Job, inputs: Sequence[GradientEdge], nodes: Sequence[Crossing], run: Run
+    job: Job, inputs: tuple[GradientEdge, ...], nodes: Sequence[Crossing], run: Run
 ) -> Gradients:
-    """`nodes`: those that will call back. No inputs: all leaves, to be accumulated."""
+    """What the engine finds for the inputs. No inputs: all leaves, to be accumulated.
+
+    `nodes`: those that will call back.
+    """
     outputs, gradients = _sources(job)
+    given = tuple(gradients)
+    del gradients  # the engine may keep what nobody else has
     for crossing in nodes:
         crossing.runs.append(run)
-    try:
-        return call(tuple(outputs), gradients, tuple(inputs), job.flags, run)
-    finally:
-        for crossing in nodes:
-            crossing.runs.remove(run)
-
-
-def call(
-    outputs: tuple[Tensor | GradientEdge, ...],
-    gradients: list[Tensor],
-    inputs: tuple[GradientEdge, ...],
-    flags: int,
-    run: Run | None = None,
-) -> Gradients:
-    """What the engine finds for the inputs. Empties the list, so that it may keep what is in it.
-
-    Raises:
-        Exception: whatever a node's backward raises.
-    """
-    given = (*gradients,)
-    gradients.clear()
     runs = here.runs
     runs.append(run)
     try:
         return _run_backward(
-            outputs,
+            tuple(outputs),
             given,
-            flags & _KEEPS_GRAPH,
-            flags & CREATE,
+            job.flags & _KEEPS_GRAPH,
+            job.flags & CREATE,
             inputs,
             True,  # some may not be reached
             not inputs,  # to be accumulated then
         )
     finally:
         runs.pop()
+        for crossing in nodes:
+            crossing.runs.remove(run)
 
 
 def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
     outputs: list[Tensor | GradientEdge] = [root for root, _ in job.roots]
-    gradients = [_ones(*root) for root in job.roots]
+    gradients = [
+        torch.ones_like(root) if given is None else given for root, given in job.roots
+    ]
     if job.given is None:
-        sends = job.segment.sends
-        for send in sends:
+        for send in job.sends:
             send.keep_ends()
-        starts = [send.output for send in sends]
-        if device_queues.are_needed() and len(sends) + len(job.roots) > 1:
-            starts = device_queues.put_before(
-                sends, [root.grad_fn for root, _ in job.roots]
-            )
+        starts = [send.output for send in job.sends]
+        if device_queues.are_needed() and len(starts) + len(job.roots) > 1:
+            nodes = [root.grad_fn for root, _ in job.roots]
+            starts = device_queues.put_before(job.sends, nodes)
         outputs += starts
         gradients += [_SIGNAL for _ in starts]
         return outputs, gradients
-    for send in job.segment.sends:
+    for send in job.sends:
         given = job.given.pop(send.crossing.id)  # who keeps it would have it copied
-        for edge, gradient in zip(send.edges, send.pick(given), strict=True):
+        for edge, gradient in zip(send.edges, given, strict=True):
             if gradient is not None:
                 outputs.append(GradientEdge(*edge))
                 gradients.append(gradient)
     return outputs, gradients
+
+
+def is_inside() -> bool:
+    """Whether this thread is inside a call of the engine that was made here."""
+    return bool(here.runs)

@@ -22,7 +22,6 @@ from . import hooks
 from .contexts import Context, add
 from .messages import ACCUMULATE, CREATE
 
-_STRIDED = torch.strided
 _grad_lock = threading.Lock()  # for `.grad`: passes of several contexts add to it
 _NOBODY_ELSE = 2  # references to what a list holds: its own and the one that looks
 
@@ -45,11 +44,16 @@ def keep(
     leaves: Sequence[Leaf],
     captured: list[Tensor | None],
     flags: int,
+    *,
+    are_ours: bool = False,
 ) -> None:
-    """Add what the engine captured for these leaves to the context. Empties the list."""
-    shared = _shared_storages(captured) if len(captured) > 1 else ()
+    """Add what the engine captured for these leaves to the context. Empties the list.
+
+    `are_ours`: nobody else has their memory, because they came by a message.
+    """
+    shared = () if are_ours or len(captured) < 2 else _shared_storages(captured)
     for index, (leaf, before, after) in enumerate(leaves):
-        is_ours = sys.getrefcount(captured[index]) <= _NOBODY_ELSE
+        is_ours = are_ours or sys.getrefcount(captured[index]) <= _NOBODY_ELSE
         gradient, captured[index] = captured[index], None
         if gradient is None:
             continue
@@ -72,30 +76,6 @@ def keep(
             _accumulate(leaf, gradient)
         for hook in after:
             hook((), (gradient,))
-
-
-def are_plain(leaves: Iterable[Leaf]) -> bool:
-    """Whether these have no hooks, nor a layout that a gradient would have to be given."""
-    for tensor, before, after in leaves:
-        if before or after or hooks.of_tensor(tensor):
-            return False
-        if tensor.layout is not torch.strided or not tensor.is_contiguous():
-            return False
-    return True
-
-
-def keep_fresh(
-    context: Context, leaves: Sequence[Tensor], gradients: list[Tensor | None]
-) -> None:
-    """As `keep`, for plain leaves, and gradients with memory that nobody else has."""
-    found = []
-    for leaf, gradient in zip(leaves, gradients, strict=True):
-        if gradient is not None:
-            if gradient.layout is _STRIDED and not gradient.is_contiguous():
-                gradient = gradient.contiguous()
-            found.append((leaf, gradient))
-    gradients.clear()
-    context.add_gradients(found)
 
 
 def kept_so_far(context: Context, leaf: Tensor) -> Tensor | None:

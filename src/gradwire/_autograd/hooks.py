@@ -58,12 +58,6 @@ def called(node: Any, gradients: Gradients, given: Any) -> Gradients:
     return gradients
 
 
-def has_any(node: Any) -> bool:
-    """Whether a leaf, of which this is the node, has hooks: they want its whole gradient."""
-    leaf = node.variable
-    return bool(of_tensor(leaf) or of_grad(leaf) or before(node) or after(node))
-
-
 def of_tensor(tensor: torch.Tensor) -> Any:
     """The hooks that get the gradient of a tensor; nothing if there are none."""
     return tensor._backward_hooks

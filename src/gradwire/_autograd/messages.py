@@ -1,77 +1,37 @@
 """What workers say to each other about contexts and passes.
 
-A message of a pass is numbers and tensors, and so are most answers to it: they are
-`TensorMessage`s. A gradient that is missing is None among the tensors.
+A request of a pass, and most answers to one, are numbers and tensors: `TensorMessage`s. A gradient
+that is missing is None among the tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from .._wire.messages import TensorMessage, are_numbers_and_tensors
+from .._wire.messages import TensorMessage
 from ..errors import ProtocolError
-from .actions import Slot, Words
+from .pass_state import Step
 
-STEP, ABORT, RELEASE, OVER, DIRECT, CLAIM = 48, 49, 50, 51, 52, 53
+PASS, ABORT, RELEASE, CLAIM = 48, 49, 50, 53
 
 RETAIN, CREATE, ACCUMULATE, QUIET, ANOMALY, CHECK_NAN = 1, 2, 4, 8, 16, 32
 """How a pass is run: keep the graph; make the gradients differentiable; fill `.grad` too; keep no
 gradients in the context (the functional form); in anomaly mode, where gradients may not be nan."""
 
-Delivery = tuple[int, tuple[Any, ...], int, tuple[int, ...]]
-"""Gradients for one send: its id; a gradient, or None where there is none, for each of its tensors;
-the id under which the gradients themselves were sent, or 0; and which of them were."""
 
-
-Plain = tuple[int, Sequence[Any]]
-"""The same in a direct pass: the id of the send, and a gradient or None for each of its tensors."""
-
-Shortcuts = Mapping[int, int]
-"""Sends of the asker that go back to whom it asks, with what came from there as it came: each with
-the send that it came by. So gradients for the first are gradients for the second."""
-
-Followed = tuple[list[Plain], Sequence[int], Sequence[int]]
-"""The answer in a direct pass: all is done; gradients for the asker; who has parked some; which
-shortcuts were taken."""
-
-
-NO_SHORTCUTS: Shortcuts = MappingProxyType({})
-
-
-class Step(TensorMessage):
-    """A worker → another, in a pass: here are gradients for your sends, others will get none.
-
-    The numbers: the pass, what is said (`Words`), and what the gradients are for.
-    """
+class PassRequest(TensorMessage):
+    """A worker → another, in a pass: here is what there is for you; answer when all is done that
+    follows. See `pass_state.py`."""
 
     __slots__ = ()
-
-
-class Direct(TensorMessage):
-    """A worker → another, in a direct pass: here are gradients for your sends.
-
-    The numbers: those of the trip, the shortcuts, and what the gradients are for.
-    """
-
-    __slots__ = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Over:
-    """A worker → its engager, in a pass: it has ended here. As an answer to a step is."""
-
-    context: int
-    number: int
-    outcome: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A worker → those that owe it an answer or their end in a pass: it has failed, let go."""
+    """A worker → those that owe it an answer in a pass, or have parked something: it has failed."""
 
     context: int
     number: int
@@ -93,29 +53,64 @@ class Claim:
     contexts: tuple[int, ...]
 
 
-class About(NamedTuple):
-    """Which pass, and how it is run."""
+class Header(NamedTuple):
+    """Which pass a request is of, how that is run, and what is asked for."""
 
     context: int
     number: int
-    """Of the pass: the worker that began it and a count."""
-    flags: int
-
-
-class Trip(NamedTuple):
-    """A message of a direct pass, without the gradients."""
-
-    context: int
-    number: int
+    """Of the pass: the worker that leads it and a count."""
     flags: int
     since: int
     """Whoever leads has ended all its passes of this context before this one."""
+    step: int = Step.RUN
     depth: int = 0
     """How many workers wait for what follows."""
 
-    @property
-    def about(self) -> About:
-        return About(*self[:3])
+
+class Delivery(NamedTuple):
+    """The gradients for one message."""
+
+    send: int
+    gradients: Sequence[Any]
+    """For each of its tensors one, or None where there is none."""
+    link: int = 0
+    """The id under which the gradients themselves were sent, to be differentiated, or 0."""
+    linked: Sequence[int] = ()
+    """Which of them were."""
+
+
+class Load:
+    """What a request brings to a worker, or an answer to the asker."""
+
+    __slots__ = ("deliveries", "slots", "voids")
+
+    def __init__(
+        self,
+        deliveries: Sequence[Delivery] = (),
+        voids: Sequence[int] = (),
+        slots: Sequence[tuple[int, int]] = (),
+    ) -> None:
+        self.deliveries = [*deliveries]
+        self.voids = [*voids]
+        """Messages that no gradients will come for, though they were announced."""
+        self.slots = [*slots]
+        """Tensors of messages that gradients will come for, as message and index."""
+
+    def __bool__(self) -> bool:
+        return bool(self.deliveries or self.voids or self.slots)
+
+    def add(self, other: Load) -> None:
+        self.deliveries += other.deliveries
+        self.voids += other.voids
+        self.slots += other.slots
+
+
+class Answer(NamedTuple):
+    """The answer to a request: all is done."""
+
+    load: Load
+    parked: Mapping[int, int] = {}
+    """By how much the number of parked messages has changed, by worker."""
 
 
 class Failed(NamedTuple):
@@ -129,245 +124,123 @@ class Failed(NamedTuple):
     tensors: tuple[Any, ...]
 
 
-class Done(NamedTuple):
-    """All is done on a worker, and these are its last gradients for whom it tells."""
-
-    deliveries: Sequence[Delivery] = ()
+_HEADER = len(Header._fields)
 
 
-class Noted(NamedTuple):
-    """There is still something to do. `is_engaged`: the end will be told."""
-
-    is_engaged: bool = False
-    words: Words | None = None
-    deliveries: Sequence[Delivery] = ()
-
-
-Outcome = Done | Failed
-
-_DONE = Done()
-_NOTED, _ENGAGED = Noted(), Noted(is_engaged=True)
-_SHORT = {0: _NOTED, 1: _ENGAGED}
-_TRIP = len(Trip._fields)
-_COUNTS = 2  # at the beginning of an answer
-_FAILED = 1 + len(Failed._fields)
+def request(header: Header, load: Load) -> PassRequest:
+    """What goes on from whoever got this header, or made it."""
+    facts = [*header]
+    facts[-1] += 1
+    return PassRequest(facts, _put(facts, load, header.flags))
 
 
-def step(about: About, words: Words, deliveries: Sequence[Delivery]) -> Step:
-    facts = [*about]
-    _put_words(facts, words)
-    return Step(facts, _put_deliveries(facts, deliveries))
-
-
-def read_step(step: Step) -> tuple[About, Words, list[Delivery]]:
-    """What a step says.
+def read_request(request: PassRequest) -> tuple[Header, Load]:
+    """What a request says.
 
     Raises:
         ProtocolError: it makes no sense, or a gradient is missing.
     """
-    with _Reading(step.numbers) as facts:
-        about = About(next(facts), next(facts), next(facts))
-        words = _take_words(facts)
-        return about, words, _take_deliveries(facts, step.tensors)
+    facts = request.numbers
+    if len(facts) < _HEADER or not 0 <= facts[_HEADER - 2] < len(Step):
+        raise ProtocolError("a request of a backward pass makes no sense")
+    header = Header(*facts[:_HEADER])
+    return header, _take(facts, _HEADER, request.tensors, header.flags)
 
 
-def direct(
-    trip: Trip, deliveries: Sequence[Plain], shortcuts: Shortcuts = NO_SHORTCUTS
-) -> Direct:
-    """What goes on from whoever got, or made, this trip."""
-    context, number, flags, since, depth = trip
-    facts = [context, number, flags, since, depth + 1, len(shortcuts)]
-    if shortcuts:
-        facts += [*shortcuts, *shortcuts.values()]
-    return Direct(facts, _put_plain(facts, deliveries))
-
-
-def read_direct(direct: Direct) -> tuple[Trip, list[Plain], Shortcuts]:
-    """What a direct message says.
-
-    Raises:
-        ProtocolError: it makes no sense, or a gradient is missing.
-    """
-    facts, gradients = direct.numbers, direct.tensors
-    if len(facts) <= _TRIP:
-        raise ProtocolError("a message of a pass ends too early")
-    trip, count = Trip(*facts[:_TRIP]), facts[_TRIP]
-    at = _TRIP + 1
-    if not count:  # as mostly
-        return trip, _take_plain(facts, at, gradients), NO_SHORTCUTS
-    middle, end = at + count, at + 2 * count
-    if not at < middle < end <= len(facts):
-        raise ProtocolError("a message of a pass ends too early")
-    shortcuts = dict(zip(facts[at:middle], facts[middle:end], strict=True))
-    return trip, _take_plain(facts, end, gradients), shortcuts
-
-
-def pack_followed(
-    deliveries: Sequence[Plain], parked: Collection[int], taken: Collection[int] = ()
-) -> Any:
-    """An answer to a direct message, as it is sent."""
-    if not (deliveries or parked or taken):
+def pack(answer: Answer, flags: int) -> Any:
+    """An answer, as it is sent; that there is nothing to say, as nothing."""
+    load, parked = answer
+    if not load and not parked:
         return None
-    facts = [len(parked), len(taken), *parked, *taken]
-    return TensorMessage(facts, _put_plain(facts, deliveries))
+    facts = [len(parked), *chain(*parked.items())]
+    return TensorMessage(facts, _put(facts, load, flags))
 
 
-def unpack_followed(answer: Any) -> Followed | Failed:
-    """What such an answer says.
-
-    Raises:
-        ProtocolError: nothing that makes sense.
-    """
-    if answer is None:
-        return [], (), ()
-    message = _tensors_or_failed(answer)
-    if isinstance(message, Failed):
-        return message
-    facts, gradients = message.numbers, message.tensors
-    if len(facts) < _COUNTS:
-        raise ProtocolError("an answer of a pass ends too early")
-    middle = _COUNTS + facts[0]
-    end = middle + facts[1]
-    if not _COUNTS <= middle <= end <= len(facts):
-        raise ProtocolError("an answer of a pass ends too early")
-    found = _take_plain(facts, end, gradients)
-    return found, facts[_COUNTS:middle], facts[middle:end]
-
-
-def _put_plain(facts: list[int], deliveries: Sequence[Plain]) -> list[Any]:
-    """A delivery: the send, how many tensors. The gradients of all."""
-    flat: list[Any] = []
-    for number, gradients in deliveries:
-        facts += (number, len(gradients))
-        flat += gradients
-    return flat
-
-
-def _take_plain(facts: Sequence[int], at: int, flat: Sequence[Any]) -> list[Plain]:
-    count = len(facts)
-    if count == at + 2 and facts[-1] == len(flat) > 0:  # as most are
-        return [(facts[at], flat)]
-    deliveries: list[Plain] = []
-    begin = 0
-    while at + 1 < count:
-        end = begin + facts[at + 1]
-        if not begin < end <= len(flat):
-            raise ProtocolError(f"send {facts[at]} lacks gradients that are not void")
-        deliveries.append((facts[at], flat[begin:end]))
-        begin, at = end, at + 2
-    if at != count or begin != len(flat):
-        raise ProtocolError("a message of a pass has numbers or gradients for nothing")
-    return deliveries
-
-
-def pack(answer: Outcome | Noted) -> Any:
-    """An answer to a step, as it is sent: the common ones as next to nothing."""
-    if type(answer) is Failed:
-        return (1, *answer)
-    if type(answer) is Done:
-        if not answer.deliveries:
-            return None
-        facts = [0]
-        return TensorMessage(facts, _put_deliveries(facts, answer.deliveries))
-    assert type(answer) is Noted
-    if answer.words is None and not answer.deliveries:
-        return int(answer.is_engaged)
-    facts = [1, answer.is_engaged, answer.words is not None]
-    if answer.words is not None:
-        _put_words(facts, answer.words)
-    return TensorMessage(facts, _put_deliveries(facts, answer.deliveries))
-
-
-def unpack(answer: Any) -> Outcome | Noted:
+def unpack(answer: Any, flags: int) -> Answer | Failed:
     """What an answer says.
 
     Raises:
         ProtocolError: nothing that makes sense.
     """
     if answer is None:
-        return _DONE
-    if type(answer) is int and answer in _SHORT:
-        return _SHORT[answer]
-    message = _tensors_or_failed(answer)
-    if isinstance(message, Failed):
-        return message
-    with _Reading(message.numbers) as facts:
-        if not next(facts):
-            return Done(_take_deliveries(facts, message.tensors))
-        is_engaged, has_words = bool(next(facts)), next(facts)
-        words = _take_words(facts) if has_words else None
-        return Noted(is_engaged, words, _take_deliveries(facts, message.tensors))
+        return Answer(Load())
+    if type(answer) is not TensorMessage:
+        return read_failed(answer)
+    facts = answer.numbers
+    count = facts[0] if facts else -1
+    end = 1 + 2 * count
+    if not 0 < end <= len(facts):
+        raise ProtocolError("an answer of a backward pass makes no sense")
+    parked = dict(zip(facts[1:end:2], facts[2:end:2], strict=True))
+    return Answer(_take(facts, end, answer.tensors, flags), parked)
 
 
-def over(context: int, number: int, outcome: Outcome) -> Over:
-    """That a pass has ended here, for the engager."""
-    packed = pack(outcome)
-    is_message = type(packed) is TensorMessage
-    return Over(context, number, packed.unshared() if is_message else packed)
+def pack_failed(failed: Failed) -> tuple[Any, ...]:
+    return tuple(failed)
 
 
-def _tensors_or_failed(answer: Any) -> TensorMessage | Failed:
-    if type(answer) is TensorMessage:
-        return answer
-    if are_numbers_and_tensors(answer):  # it came in an `Over`
-        return TensorMessage(*answer)
-    if type(answer) is tuple and len(answer) == _FAILED and type(answer[0]) is int:
-        return Failed(*answer[1:])
-    raise ProtocolError("an answer of a backward pass makes no sense")
+def read_failed(packed: Any) -> Failed:
+    """What went wrong.
+
+    Raises:
+        ProtocolError: that is not what this says.
+    """
+    is_any = type(packed) is tuple and len(packed) == len(Failed._fields)
+    if not is_any or type(packed[0]) is not int:
+        raise ProtocolError("an answer of a backward pass makes no sense")
+    return Failed(*packed)
 
 
-class _Reading:
-    """Numbers one by one. That there are too few is the sender's fault."""
-
-    __slots__ = ("_facts",)
-
-    def __init__(self, facts: Sequence[int]) -> None:
-        self._facts = facts
-
-    def __enter__(self) -> Iterator[int]:
-        return iter(self._facts)
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if kind in (StopIteration, ValueError):
-            raise ProtocolError("a message of a backward pass ends too early") from None
-
-
-def _put_words(facts: list[int], words: Words) -> None:
-    voids, listed, awaiting, confirmed, asks = words
-    facts += (awaiting, asks, len(voids), *chain(*voids))
-    facts += (len(confirmed), *chain(*confirmed))
-    facts += (-1,) if listed is None else (len(listed), *listed)
-
-
-def _take_words(facts: Iterator[int]) -> Words:
-    awaiting, asks = next(facts), bool(next(facts))
-    voids, confirmed = _take_slots(facts), _take_slots(facts)
-    count = next(facts)
-    listed = None if count < 0 else tuple(islice(facts, count))
-    return Words(voids, listed, awaiting, confirmed, asks)
-
-
-def _take_slots(facts: Iterator[int]) -> tuple[Slot, ...]:
-    return tuple([(next(facts), next(facts)) for _ in range(next(facts))])
-
-
-def _put_deliveries(facts: list[int], deliveries: Iterable[Delivery]) -> list[Any]:
-    """A delivery: the send, how many tensors; the link, what is linked. The gradients of all."""
+def _put(facts: list[int], load: Load, flags: int) -> list[Any]:
+    """Add what a load is to the facts; its tensors. Links are there if gradients have histories."""
+    voids, slots = load.voids, load.slots
+    facts += (len(voids), len(slots))
+    if voids or slots:
+        facts += (*voids, *chain(*slots))
     flat: list[Any] = []
-    for number, gradients, link, linked in deliveries:
-        facts += (number, len(gradients), link, len(linked), *linked)
+    for send, gradients, link, linked in load.deliveries:
+        facts += (send, len(gradients))
+        if flags & CREATE:
+            facts += (link, len(linked), *linked)
         flat += gradients
     return flat
 
 
-def _take_deliveries(facts: Iterator[int], flat: Sequence[Any]) -> list[Delivery]:
-    deliveries: list[Delivery] = []
-    at = 0
-    for number in facts:
-        end = at + next(facts)
-        link, linked = next(facts), tuple(islice(facts, next(facts)))
-        if not at < end <= len(flat):
-            raise ProtocolError(f"send {number} lacks gradients that are not void")
-        deliveries.append((number, tuple(flat[at:end]), link, linked))
-        at = end
-    return deliveries
+def _take(facts: Sequence[int], at: int, flat: Sequence[Any], flags: int) -> Load:
+    """What a load is, by the facts from there on."""
+    is_one = len(facts) == at + 4 and facts[-1] == len(flat) > 0  # as mostly
+    if is_one and not (facts[at] or facts[at + 1]):
+        return Load([Delivery(facts[-2], flat)])
+    rest = iter(facts[at:])
+    load = Load()
+    try:
+        n_voids, n_slots = next(rest), next(rest)
+        if n_voids:
+            load.voids = _some(rest, n_voids)
+        if n_slots:
+            pairs = _some(rest, 2 * n_slots)
+            load.slots = [*zip(pairs[::2], pairs[1::2], strict=True)]
+        begin = 0
+        for send in rest:
+            count = next(rest)
+            end = begin + count
+            link, linked = 0, []
+            if flags & CREATE:
+                link = next(rest)
+                linked = _some(rest, next(rest))
+            if not begin < end <= len(flat) or not all(0 <= i < count for i in linked):
+                raise ProtocolError(f"send {send} lacks gradients that are not void")
+            load.deliveries.append(Delivery(send, flat[begin:end], link, linked))
+            begin = end
+    except StopIteration:
+        raise ProtocolError("a message of a backward pass ends too early") from None
+    if begin != len(flat):
+        raise ProtocolError("a message of a backward pass has gradients for nothing")
+    return load
+
+
+def _some(rest: Iterator[int], count: int) -> list[int]:
+    found = [*islice(rest, max(count, 0))]
+    if len(found) != count:
+        raise ProtocolError("a message of a backward pass ends too early")
+    return found

@@ -2,7 +2,7 @@
 
 It takes the highest. `Node._sequence_nr` and `_set_sequence_nr` have been there since torch 2.3,
 but are not documented; without them, messages that are waited for could be entered too early, and
-passes with residual paths could deadlock (`graph.py`).
+passes with residual paths could deadlock (`segments.py`).
 """
 
 from __future__ import annotations

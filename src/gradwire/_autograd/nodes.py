@@ -34,11 +34,12 @@ from . import hooks
 from .node_order import set_number
 
 Gradients = tuple[Tensor | None, ...]
+Edge = tuple[Any, int]
+"""A node, and which of the tensors that it made."""
 
 _PREFIX = "torch::distributed::autograd::"
 _TOKEN = torch.zeros((), requires_grad=True)
 _BLANK = torch.zeros(())
-_MOST_KEPT = 4096  # bytes
 
 TOKEN = get_gradient_edge(_TOKEN)
 """What lies behind every recv."""
@@ -111,8 +112,6 @@ class Send:
 
     leaves: Sequence[Tensor] = ()
     """The tensors, if all are leaves and nobody has asked for the node yet."""
-    passed_on: Sequence[Tensor] = ()
-    """The tensors, if all of them arrived, are sent on as they are, and are small."""
     place = 0
     """When the engine enters it, after all else that is ready: later places first.
 
@@ -131,8 +130,6 @@ class Send:
                 self.leaves = tensors
                 return
         self._output = _made_send(crossing, tensors)
-        if _are_passed_on(tensors):
-            self.passed_on = tensors
 
     def __repr__(self) -> str:
         return f"<Send of {self.crossing!r}>"
@@ -148,9 +145,9 @@ class Send:
         return self.output.grad_fn
 
     @property
-    def edges(self) -> tuple[tuple[Any, int], ...]:
+    def edges(self) -> tuple[Edge, ...]:
         """What lies behind the node: for each tensor the node that made it, and as which output."""
-        edges: tuple[tuple[Any, int], ...] = self.node.next_functions
+        edges: tuple[Edge, ...] = self.node.next_functions
         return edges
 
     @property
@@ -238,18 +235,6 @@ def _set_place(output: Tensor, place: int) -> None:
     set_number(node, place)
 
 
-def _are_passed_on(tensors: Sequence[Tensor]) -> bool:
-    """Whether all of these arrived; and may be kept for as long as their context."""
-    size = 0
-    for tensor in tensors:
-        if type(tensor.grad_fn) is not RECV_NODE:
-            return False
-        if tensor.layout is not torch.strided or tensor.is_nested:
-            return False
-        size += tensor.nbytes
-    return size <= _MOST_KEPT
-
-
 def make_recv(tensors: Sequence[Tensor]) -> Any:
     """The node of a recv of these tensors, which become part of the graph in place.
 
@@ -321,6 +306,14 @@ def _hold(leaf: Tensor) -> Tensor:
     `tests/upstream/leaf_lock.py`). An operation of torch's own waits for it without the GIL.
     """
     return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
+
+
+def leaf_node(leaf: Tensor) -> Any:
+    """The node behind a leaf; nothing if it has become none, or was frozen."""
+    if not (leaf.is_leaf and leaf.requires_grad):
+        return None
+    node: Any = _made(_hold, leaf).grad_fn
+    return node.next_functions[0][0]
 
 
 def _forget(tensor: Tensor) -> None:

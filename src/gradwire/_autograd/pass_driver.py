@@ -1,395 +1,450 @@
-"""The part of one worker in one pass: carries out what its progress says.
+"""The part of one worker in one pass: carries out what its state says.
 
-`Progress` (`pass_state.py`) knows what has happened and what must follow; this file has segments
-run,
-posts messages and wakes those who wait. Its lock guards the progress and is never held while
-running or sending anything.
+`PassState` (`pass_state.py`) knows what has come and what must follow; this file has segments run,
+sends requests and wakes those who wait.
 
-Who runs what: a segment that need not wait is run by the thread that learned that it can be: the
-caller of `backward`, the one that got a message, or the one that got an answer. A segment with
-roots is always run by the caller. One that may have to wait for other workers, or that is found
-inside a call of the engine, is a task of its own.
+A *round* is the work that one request brings, of another worker or, on the worker that leads, of
+its own: whoever serves it runs what can be run, sends on what that yields, goes on with what comes
+back, and answers when nothing is left. The thread that serves it waits only if there is a single
+request to wait for: so along a chain of calls the same threads pass the gradients on that passed
+the calls. Else it lets go, and whichever thread takes the last answer gives ours. The leader's
+thread waits for all; and what its requests bring in the first step is run in that thread.
 
-Gradients that a run yields at its very end are held until it is over. Those for the worker whose
-question this thread has to answer go with the answer. If there are none, and the thread has nothing
-else to run, it asks: it sends what there is and waits for what comes back. So along a chain of
-calls the same threads pass the gradients on that passed the calls.
+A segment that has to wait for gradients inside the engine holds its thread. It is run last, the
+others as tasks of their own. What leaves while it waits is sent at once, and what is for the asker
+travels with the answer only if that can be given now: others may wait for it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterable
 from functools import partial
+from queue import SimpleQueue
 from typing import Any
 
-from torch import Tensor
+import torch
 
-from ..errors import WorkerLostError
-from ..threads import Bell
+from .._rpc.function_runner import Later
+from .._rpc.futures import CallFuture
+from ..errors import CallTimeout
 from . import deliveries, engine
-from .actions import (
-    Abort,
-    Action,
-    Answer,
-    Finish,
-    Narrow,
-    Plan,
-    Reach,
-    Run,
-    Slot,
-    Tell,
-    Wake,
-    Words,
-)
-from .contexts import Context, owner, unknown
-from .desk import Desk
-from .engine import Start
-from .exchanges import Exchange
-from .failures import describe
-from .mail import Ended, Mail
-from .messages import About, Delivery, Done, Failed, Noted, Outcome, pack, unpack
+from .messages import Answer, Failed, Header, Load, pack, pack_failed, request, unpack
 from .nodes import Crossing, Gradients
-from .pass_state import Progress
-from .profiler import Errands, can_serve
-from .talk import End, Look, Message, Question, Talk
-from .work import Work
+from .parts import Ended, Part
+from .pass_state import ROOTS, Action, Narrow, PassState, Reach, Run, Step, Void, Wake
+
+_DEEPEST = 16  # workers that wait for each other, one behind the other
+_GLANCE = 0.05  # seconds that a look at one answer may take
+_LONG = 0.0003  # seconds of a run: so long, what it yields should not wait for the next
+
+Leaving = dict[int, Load]
+"""What is to be sent, by worker."""
 
 
-class Part:
-    """One pass on one worker."""
+class Exchange:
+    """A call of the engine in a round, as its nodes see it."""
 
-    def __init__(
-        self, desk: Desk, context: Context, about: About, engager: int | None = None
-    ) -> None:
-        self.number = about.number
-        self.error: BaseException | None = None
-        """What failed, if it failed here."""
-        self._desk = desk
-        self._context = context
-        self._flags = about.flags
-        self._engager = engager
-        self._work: Any = None  # known once it has begun
-        self.mail = Mail(desk, context, about.flags)
-        self.lock = self.mail.lock
-        self._end = End()
-        self._talk = Talk(desk, about, self._end)
-        self._asking = 0  # questions of the engager that are still to be answered
-        self._is_told = engager is None  # the engager knows that it has ended here
-        self._ended = Bell()
-        self._errands: Errands | None = None
-        self._for_leader: list[Run] = []  # what has roots: only it may wait with these
+    def __init__(self, current: Round) -> None:
+        self.collect = current.part.collect
+        self.is_over = current.part.has_ended
+        self._round = current
 
-    def __repr__(self) -> str:
-        state = "under way" if self.outcome is None else type(self.outcome).__name__
-        return f"<Part of worker {self._desk.me} in pass {self.number}: {state}>"
+    def deliver(self, recv: Crossing, gradients: Gradients) -> None:
+        """A recv was run by the engine, which has more to do: others may go on meanwhile."""
+        leaving: Leaving = {}
+        self._round.yielded(recv, gradients, leaving)
+        self._round.send_now(leaving)
 
-    @property
-    def outcome(self) -> Outcome | None:
-        return self._end.outcome
 
-    # How a part begins and ends
+class Round:
+    """What follows from one request. May be served by several threads, one after the other."""
 
-    def lead(self, start: Start) -> Sequence[Tensor | None]:
-        """Run the pass that begins here, with the lock held; what it yields of what was wanted.
+    def __init__(self, part: Part, header: Header, asker: int | None = None) -> None:
+        """`asker`: who waits for the answer; None: this is the worker that leads."""
+        self.part = part
+        self.asker = asker
+        self.parked: dict[int, int] = {} if asker is not None else part.parked
+        """By how much what is parked has changed, by worker."""
+        self._host = part.host
+        self._header = header
+        self._back = Load()  # what there is for the asker
+        self._lock = threading.Lock()
+        self._open = 1  # threads at work, and requests that are not answered
+        self._asked: list[int] = []  # who owes an answer
+        self._future: torch.futures.Future[Any] | None = None  # of ours
+        self._coming: dict[CallFuture, None] = {}  # answers, on the leader
+        # What the leader's thread has to do: in the later steps that may be inside the engine.
+        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._is_served_here = asker is None and header.step == Step.RUN
+        part.rounds.append(self)
 
-        Returns when all is done everywhere or it has failed.
+    # From the request to the answer
+
+    def serve(self, load: Load) -> Any:
+        """The answer to a request that brought this; or `Later`."""
+        assert self.asker is not None
+        try:
+            leaving: Leaving = {}
+            self._go_on(self._take(self.asker, load, leaving), leaving, may_wait=True)
+        except BaseException as error:  # noqa: BLE001 user code
+            self.part.fail(error)
+        with self._lock:
+            self._open -= 1
+            if self._open and self.part.failed is None:
+                self._future = torch.futures.Future()
+                return Later(self._future)
+        return self._answer()
+
+    def lead(self, actions: Iterable[Action], leaving: Leaving) -> None:
+        """Have all done that follows from these actions, and from what leaves.
+
+        Raises:
+            BaseException: whatever goes wrong here, or `Ended`.
         """
-        try:
+        self._go_on(self._act(actions, leaving), leaving, may_wait=True)
+        self._leave()
+        while True:
+            with self._lock:
+                if not self._open:
+                    break
+            self.part.check()
+            self._attend()
+        self.part.rounds.remove(self)
+        self.part.check()
+
+    def _attend(self) -> None:
+        """Wait for something to do, or to happen.
+
+        Who helps to read an answer saves others being woken for it.
+        """
+        coming = next(iter(list(self._coming)), None)
+        if self._inbox.empty() and coming is not None and not coming.done():
             try:
-                self._begin(start)
-                actions = self.mail.progress.begun()
-            finally:
-                self.lock.release()
-            is_profiled = engine.is_profiled()
-            if is_profiled and can_serve(self._work.plan, actions):
-                self._errands = Errands()
-            self._go_on_alone(self._act(actions))
-            if is_profiled:
-                self._wait(self.mail.progress.have_roots_run)
-                self._serve()
-            self._wait()
-        except BaseException as error:
-            self.fail(error)
-            raise
-        wanted: Sequence[Tensor | None] = self._work.wanted
-        return wanted
+                coming.wait(_GLANCE)
+            except Exception:  # noqa: BLE001 whoever is told of the answer sees to it
+                pass
+            return
+        with self._host.executor.waiting():
+            task = self._inbox.get()
+        task()
 
-    def engage(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
-        """Take part because of this message, with the lock held; the answer to it."""
-        question = Question(sender, [])
-        try:
-            try:
-                self._asking = 1
-                self._begin(Start())
-                self.mail.progress.heard(
-                    sender, words, self.mail.receive(sender, arrived)
-                )
-                actions = self.mail.progress.begun()
-            finally:
-                self.lock.release()
-            self._go_on(self._act(actions), question)
-        except BaseException as error:  # noqa: BLE001 user code
-            self.fail(error)
-        return self._answer(question, is_engaging=True)
+    def _answer(self) -> Any:
+        """What the asker gets."""
+        part = self.part
+        part.rounds.remove(self)
+        if part.failed is not None:
+            return pack_failed(part.failed)
+        return pack(Answer(self._back, self.parked), self._header.flags)
 
-    def step(self, sender: int, words: Words, arrived: list[Delivery]) -> Any:
-        """Another message; the answer to it."""
-        question = Question(sender, [])
-        with self.lock:
-            self._asking += sender == self._engager
-        try:
-            with self.lock:
-                if not self.mail.progress.is_over:
-                    sends = self.mail.receive(sender, arrived)
-                    self.mail.progress.heard(sender, words, sends)
-                    actions = self.mail.progress.settled()
-                else:
-                    actions = []
-            self._go_on(self._act(actions), question)
-        except BaseException as error:  # noqa: BLE001 user code
-            self.fail(error)
-        return self._answer(question)
+    def _enter(self) -> None:
+        with self._lock:
+            self._open += 1
 
-    def ended(self, worker: int, outcome: Any) -> None:
-        """A worker that was engaged from here has ended, and says how."""
-        self._answered(worker, lambda: outcome, is_last=True)
+    def _leave(self) -> None:
+        """A thread has nothing more to do, or an answer has been seen to."""
+        with self._lock:
+            self._open -= 1
+            future = None if self._open else self._future
+            self._future = None if future else self._future
+            is_over = not self._open
+        if future is not None:
+            future.set_result(self._answer())
+        elif is_over and self.asker is None:
+            self._inbox.put(_look)
 
-    def fail(self, error: BaseException) -> None:
-        """End the pass because of an error here."""
-        with self.lock:  # it has begun
-            if isinstance(error, Ended) or self.mail.progress.is_over:
-                return
-        self.end(describe(error, self._desk.me, pickles=self._desk.pickles), error)
+    def let_go(self) -> set[int]:
+        """The pass has failed: answer now. Who owes us an answer."""
+        with self._lock:
+            future, self._future = self._future, None
+        if future is not None:
+            future.set_result(self._answer())
+        elif self.asker is None:
+            self._inbox.put(_look)
+        return {*self._asked}
 
-    def end(self, failed: Failed, error: BaseException | None = None) -> None:
-        """End the pass here; those who gave us work and those we gave some are told."""
-        with self.lock:
-            if self.mail.progress.is_over:
-                return
-            actions = self.mail.progress.failed()
-            self.error = error
-        self._conclude(failed)
-        for action in actions:
-            if isinstance(action, Abort):
-                self._talk.abort(action.to, failed)
-            else:
-                self.mail.wake(action.send)
+    # What comes
 
-    def worker_gone(self, worker: int, name: str) -> None:
-        """Fail if that one is needed."""
-        with self.lock:
-            is_needed = self.mail.progress.is_expecting(worker)
-        if is_needed or owner(self.number) == worker:
-            self.fail(WorkerLostError(name, "it went away during a backward pass"))
+    def _take(self, sender: int, load: Load, leaving: Leaving) -> list[Run]:
+        """Note what came from a worker; what is to be run."""
+        part, step = self.part, self._header.step
+        state = part.state
+        took = [(d, deliveries.take(part.context, sender, d)) for d in load.deliveries]
+        actions: list[Action] = []
+        with part.lock:
+            part.check()
+            before = len(state.parked)
+            if step == Step.REST:
+                actions += state.rest()
+            for delivery, slots in took:
+                if state.fate(delivery.send) is None:
+                    part.gradients[delivery.send] = delivery.gradients
+                actions += state.came(delivery.send, slots)
+            for send in load.voids:
+                actions += state.came(send, ())
+            if step == Step.ANNOUNCE:
+                actions += state.announce(load.slots)
+            more = len(state.parked) - before
+        if more and step == Step.RUN:
+            self._note_parked({self._host.me: more})
+        return self._act(actions, leaving) if actions else []
 
-    def released(self) -> None:
-        """Fail, because the context is over."""
-        self.fail(unknown(self._context.id))
+    def _note_parked(self, parked: Any) -> None:
+        with self._lock:
+            for worker, more in parked.items():
+                self.parked[worker] = self.parked.get(worker, 0) + more
 
-    def _begin(self, start: Start) -> None:
-        me = self._desk.me
-        try:
-            record = self._context.records.pop(self.number, None)
-            enter = partial(self._desk.contexts.entered, self._context)
-            self._work = Work(self._context, start, self._flags, record, enter)
-            self.mail.progress = Progress(me, self._work.plan, self._engager)
-            if record is not None:
-                self.mail.gradients.update(record.parked())
-                arrived = [deliveries.arrived(*one) for one in record.parked().items()]
-                self.mail.progress.resumed(arrived, start.parked)
-        except BaseException:
-            self.mail.progress = Progress(me, Plan((), {}, {}), self._engager)
-            raise
-
-    def _conclude(self, outcome: Outcome) -> None:
-        with self._context.lock:
-            self._context.parts.pop(self.number, None)
-            self._context.ended.add(self.number, self._engager)
-        with self.lock:
-            self._end.outcome = outcome
-            tells = not (self._is_told or self._asking)
-            self._is_told |= tells
-        self.mail.gradients.clear()
-        self._ended.ring()
-        if self._errands is not None:
-            self._errands.end()
-        if tells:
-            assert self._engager is not None
-            self._talk.over(self._engager, outcome)
-
-    def _serve(self) -> None:
-        """Do in this thread what need not wait for other workers, until the pass has ended."""
-        self._errands = self._errands or Errands()
-        if self.outcome is None:
-            self._errands.serve(self._go_on_alone, self._desk.executor)
-
-    def _wait(self, is_enough: Callable[[], bool] = lambda: False) -> None:
-        """Until the pass has ended; run what has roots and could not be run before."""
-        while self.outcome is None and not is_enough():
-            if self._for_leader:
-                count = len(self._for_leader)  # others may add some
-                self._go_on_alone([self._for_leader.pop() for _ in range(count)])
-            elif not self._talk.read():
-                with self._desk.executor.waiting():
-                    self._ended.wait(None)
-
-    # What is said
-
-    def _answer(self, question: Question, *, is_engaging: bool = False) -> Any:
-        """The answer to a question: the end, if it has come and is to be told now."""
-        sender, carried = question
-        words = None
-        with self.lock:
-            is_over = self.mail.progress.is_over
-            outcome, tells = self.outcome, False
-            if sender == self._engager:
-                self._asking -= 1
-                tells = outcome is not None and not self._is_told
-                self._is_told |= tells
-            elif is_over and not self.mail.progress.has_failed:
-                outcome, tells = Done(), True
-            if not is_over:
-                words = self.mail.progress.answer(sender)
-        if isinstance(outcome, Failed):
-            return pack(outcome)
-        if tells and outcome is not None:
-            return pack(Done([*carried, *outcome.deliveries]))
-        return pack(Noted(is_engaging, words, carried))
-
-    def _hear(self, worker: int, look: Look, *, is_last: bool = False) -> list[Action]:
-        """An answer came, or a worker's last word: what follows."""
-        answer = unpack(look())
-        if isinstance(answer, Failed):
-            self.end(answer)
-            return []
-        with self.lock:
-            progress = self.mail.progress
-            if progress.is_over:
-                return []
-            sends = self.mail.receive(worker, answer.deliveries)
-            actions: list[Action]
-            if is_last:
-                actions = progress.ended(worker, sends)
-            elif isinstance(answer, Done):
-                actions = progress.answered(worker, Answer(sends, None, True))
-            else:
-                said = Answer(sends, answer.words, False, answer.is_engaged)
-                actions = progress.answered(worker, said)
-        return actions
-
-    def _answered(self, worker: int, look: Look, is_last: bool = False) -> None:
-        """An answer came to a thread that has other things to do than to wait for more."""
-        try:
-            actions = self._hear(worker, look, is_last=is_last)
-            self._go_on(self._act(actions), is_free=False)
-        except BaseException as error:  # noqa: BLE001 user code
-            self.fail(error)
-
-    # What is done
-
-    def _act(self, actions: Iterable[Action]) -> list[Run]:
-        """Do what is to be done; the runs that are left to this thread."""
-        runs: list[Run] = []
+    def _act(self, actions: Iterable[Action], leaving: Leaving) -> list[Run]:
+        """Do what is to be done; what is to be run is left to this thread."""
+        part = self.part
+        runs = []
         for action in actions:
             if type(action) is Run:
                 runs.append(action)
-            elif type(action) is Finish:
-                self._conclude(Done())
-            elif type(action) is Tell:
-                self._talk.post(Message(action.to, action.words, ()), self._answered)
             elif type(action) is Wake:
-                self.mail.wake(action.send)
-            elif type(action) is Narrow:
-                runs += self._narrow(action.piece, action.sends)
+                part.wake(action.send)
             elif type(action) is Reach:
-                recvs = self._work.reach(action.piece, action.sends)
-                with self.lock:
-                    more = self.mail.progress.reached(recvs)
-                runs += self._act(more)
-        return [run for run in runs if not self._is_handed_over(run)]
+                recvs = part.runner.reach(action.sources).recvs
+                numbers = [node.crossing.id for node in recvs]
+                with part.lock:
+                    part.state.reached(action.sources, numbers)
+                for node, indexes in recvs.items():
+                    slots = [(node.crossing.id, index) for index in sorted(indexes)]
+                    _at(leaving, node.crossing.worker).slots += slots
+            elif type(action) is Narrow:
+                recvs = part.runner.reach(action.sources).recvs
+                numbers = [node.crossing.id for node in recvs]
+                with part.lock:
+                    voids = part.state.narrowed(action.sources, numbers)
+                self._act(voids, leaving)
+            elif type(action) is Void:
+                known = part.context.recvs
+                for number in action.recvs:
+                    if number in known:
+                        worker = known[number].crossing.worker
+                        _at(leaving, worker).voids.append(number)
+        return runs
 
-    def _is_handed_over(self, run: Run) -> bool:
-        """Whether a run is a task of its own; it is made one."""
-        if self._work.has_roots(run.piece):
-            self._for_leader.append(run)
-            self._ended.ring()
+    # What is done
+
+    def _go_on(self, runs: list[Run], leaving: Leaving, *, may_wait: bool) -> None:
+        """Run what there is to be run, and see to all that follows."""
+        part, me = self.part, self._host.me
+        is_rest = self._header.step == Step.REST
+        while True:
+            part.check()
+            if me in leaving:
+                runs += self._take_own(leaving)
+            elif any(not run.waits for run in runs):
+                begun = time.perf_counter()
+                self._run(_next(runs), leaving)
+                if runs and time.perf_counter() - begun > _LONG:
+                    self._post_all(leaving)
+            elif runs:
+                runs = self._wait_in_one(runs, leaving, may_wait=may_wait)
+            elif not is_rest and self.asker in leaving:
+                with self._lock:
+                    self._back.add(leaving.pop(self.asker))
+            elif not leaving or (
+                is_rest and [*leaving] == [self.asker] and self._ride(leaving)
+            ):
+                return
+            elif may_wait and len(leaving) == 1 and self._may_ask():
+                runs += self._ask(leaving)
+            else:
+                self.send_now(leaving)
+                return
+
+    def _wait_in_one(
+        self, runs: list[Run], leaving: Leaving, *, may_wait: bool
+    ) -> list[Run]:
+        """Run what waits: one in this thread. What is left to run: nothing."""
+        self.send_now(leaving)
+        mine = next((run for run in runs if ROOTS in run.sources), runs[0])
+        for run in runs:
+            if run is not mine or not may_wait:
+                self._submit(run)
+        if may_wait:
+            self._run(mine, leaving)
+        return []
+
+    def _ride(self, leaving: Leaving) -> bool:
+        """Whether what is for the asker can travel with the answer: there is nothing else to do."""
+        with self._lock:
+            if self._open > 1:
+                return False
+            self._back.add(leaving.popitem()[1])
             return True
-        if not run.may_wait and not engine.is_inside():
-            return self._errands is not None and self._errands.leave(run)
-        self._submit(run)
-        return True
+
+    def _run(self, run: Run, leaving: Leaving) -> None:
+        """Run a segment; what it yields."""
+        part, sources = self.part, run.sources
+        given = None if run.waits or engine.is_profiled() else part.gradients
+        for recv, gradients in part.runner.run(sources, given, Exchange(self)):
+            self.yielded(recv, gradients, leaving)
+        part.check()
+
+    def yielded(self, recv: Crossing, gradients: Gradients, leaving: Leaving) -> None:
+        """See to gradients that a recv got."""
+        part = self.part
+        part.check()
+        flags, numbers = self._header.flags, self._host.numbers
+        delivery = deliveries.make(part.context, recv, gradients, flags, numbers)
+        if delivery is not None:
+            _at(leaving, recv.worker).deliveries.append(delivery)
+            return
+        with part.lock:
+            actions = part.state.empty(recv.id)
+        self._act(actions, leaving)
+
+    def send_now(self, leaving: Leaving) -> None:
+        """Send all of this on; that for here is taken, and what follows is for others to do."""
+        while self._host.me in leaving:
+            for run in self._take_own(leaving):
+                self._submit(run)
+        self._post_all(leaving)
+
+    def _take_own(self, leaving: Leaving) -> list[Run]:
+        """Take what a worker has for itself."""
+        me = self._host.me
+        load = leaving.pop(me)
+        load.deliveries = [*map(deliveries.copied, load.deliveries)]
+        return self._take(me, load, leaving)
 
     def _submit(self, run: Run) -> None:
-        self._desk.executor.submit(partial(self._go_on_alone, [run]))
+        """Have another thread do a run."""
+        self._enter()
+        work = partial(self._go_on, [run], {}, may_wait=True)
+        task = partial(self._see_through, work)
+        if self._is_served_here:
+            self._inbox.put(task)
+        else:
+            self._host.executor.submit(task)
 
-    def _go_on_alone(self, runs: list[Run]) -> None:
+    def _see_through(self, work: Callable[[], None]) -> None:
+        """What a thread does for this round. An error ends the pass."""
         try:
-            self._go_on(runs, is_free=self._errands is None)
+            work()
         except BaseException as error:  # noqa: BLE001 user code
-            self.fail(error)
+            self.part.fail(error)
+        finally:
+            self._leave()
 
-    def _go_on(
-        self, runs: list[Run], question: Question | None = None, is_free: bool = True
-    ) -> None:
-        """Run what there is to be run. `is_free`: this thread may wait for what follows."""
-        while runs:
-            if len(runs) > 1:
-                runs.sort(key=lambda run: run.may_wait)  # those that need not, first
-            leaving = self._run(runs.pop(0), runs, question)
-            last = None
-            if is_free and not runs and not (question and question.deliveries):
-                last = leaving.pop() if leaving and self._talk.can_ask() else None
-            for message in leaving:
-                self._talk.post(message, self._answered)
-            if last is not None:
-                runs += self._act(self._hear(last.to, self._talk.ask(last)))
+    # Asking others
 
-    def _narrow(self, piece: int, sends: tuple[Slot, ...]) -> list[Run]:
-        recvs = self._work.narrow(piece, sends)
-        with self.lock:
-            actions = self.mail.progress.narrowed(piece, sends, recvs)
-        return self._act(actions)
+    def _may_ask(self) -> bool:
+        """Whether this thread may wait for an answer: along a long way around, many would."""
+        with self._lock:
+            return self._open == 1 and self._header.depth < _DEEPEST
 
-    def _run(
-        self, run: Run, more: list[Run], question: Question | None
-    ) -> list[Message]:
-        """Run a piece; the messages that follow. What else can be run is put with `more`."""
-        if not self._work.is_whole(run):
-            more += self._narrow(run.piece, run.sends)
-        given = None if run.may_wait or engine.is_profiled() else self.mail.gradients
-        exchange = Exchange(run, self.mail.collect, self.deliver, self._end.has_come)
-        for recv, gradients in self._work.execute(run.piece, exchange, given):
-            more += self._act(self.mail.put(recv, gradients, exchange.held))
-        held = exchange.held
-        with self.lock:
-            progress = self.mail.progress
-            if progress.is_over:
-                return []
-            if question is not None and question.sender in held:
-                question.deliveries.extend(held.pop(question.sender))
-            engager = -1 if self._engager is None else self._engager
-            last = held.pop(engager, None)
-            leaving = [Message(to, progress.speak(to), held[to]) for to in held]
-            actions = progress.ran(run)
-            if last and not progress.is_over:
-                leaving.append(Message(engager, progress.speak(engager), last))
-                last = None
-        if last:  # its end, and nobody waits for it here
-            actions.pop()
-            self._conclude(Done(last))
-        more += self._act(actions)
-        return leaving
+    def _ask(self, leaving: Leaving) -> list[Run]:
+        """Ask a worker, and wait; what its answer has to be run."""
+        to, load = leaving.popitem()
+        self._asked.append(to)
+        message = request(self._header, load)
+        try:
+            answer = self._host.ask(to, message, self.part.has_ended)
+        except CallTimeout:
+            self.part.check()
+            raise
+        self._asked.remove(to)
+        return self._heard(to, self._read(answer), leaving)
 
-    def deliver(self, exchange: Exchange, recv: Crossing, gradients: Gradients) -> None:
-        """A recv was run by the engine: send its gradients to where its tensors came from."""
-        run = exchange.run
-        may_hold = not run.may_wait and self._work.is_last(run.piece, recv.id)
-        held = exchange.held if may_hold else {}
-        actions = self.mail.put(recv, gradients, held)
-        if not may_hold and held:
-            (to,) = held
-            with self.lock:
-                message = Message(to, self.mail.progress.speak(to), held[to])
-            self._talk.post(message, self._answered)
-        for run in self._act(actions):  # on a thread of the engine's own
-            self._submit(run)
+    def _post_all(self, leaving: Leaving) -> None:
+        """Ask others, without waiting."""
+        is_rest = self._header.step == Step.REST
+        for to in [*leaving]:
+            if to == self._host.me:
+                continue
+            load = leaving.pop(to)
+            if to == self.asker and not is_rest:
+                with self._lock:
+                    self._back.add(load)
+            else:
+                self._post(to, load)
+
+    def _post(self, to: int, load: Load) -> None:
+        self._enter()
+        self._asked.append(to)
+        try:
+            future = self._host.request(to, request(self._header, load))
+        except BaseException:
+            self._leave()
+            raise
+        future.fate.seen = True
+        if self.asker is None:
+            self._coming[future] = None
+        future.on_done(partial(self._answered, to, future))
+
+    def _answered(self, worker: int, future: CallFuture) -> None:
+        """An answer came to a thread that has other things to do than to wait for more."""
+        self._coming.pop(future, None)
+        self._asked.remove(worker)
+        try:
+            answer = self._read(future.value())  # that it has failed is noticed at once
+        except BaseException as error:  # noqa: BLE001 whatever has become of the worker
+            self.part.fail(error)
+            self._leave()
+            return
+        work = partial(self._see_to, worker, answer)
+        if self._is_served_here:
+            self._inbox.put(partial(self._see_through, work))
+        else:
+            self._see_through(work)
+
+    def _see_to(self, worker: int, answer: Answer) -> None:
+        leaving: Leaving = {}
+        runs = self._heard(worker, answer, leaving)
+        self._go_on(runs, leaving, may_wait=self._is_served_here)
+
+    def _read(self, packed: Any) -> Answer:
+        answer = unpack(packed, self._header.flags)
+        if type(answer) is Failed:
+            self.part.end(answer)
+            raise Ended
+        assert type(answer) is Answer
+        return answer
+
+    def _heard(self, worker: int, answer: Answer, leaving: Leaving) -> list[Run]:
+        if answer.parked:
+            self._note_parked(answer.parked)
+        return self._take(worker, answer.load, leaving) if answer.load else []
+
+
+def _at(leaving: Leaving, worker: int) -> Load:
+    return leaving.setdefault(worker, Load())
+
+
+def _next(runs: list[Run]) -> Run:
+    """The first of these that need not wait."""
+    return runs.pop([run.waits for run in runs].index(False))
+
+
+def _look() -> None:
+    """What the leader's thread does when it is woken for nothing else."""
+
+
+def lead(part: Part) -> None:
+    """Lead a pass. How it ended stands with the part."""
+    state, me = part.state, part.host.me
+    leaving: Leaving = {}
+    try:
+        for step in Step:
+            current = Round(part, Header(*part.header[:4], step))
+            with part.lock:
+                actions = _first(state, step)
+            current.lead(actions, leaving)
+            parked = {worker for worker, count in part.parked.items() if count}
+            if not parked and not state.parked:
+                return
+            leaving = {worker: Load() for worker in parked - {me}}
+    except BaseException as error:  # noqa: BLE001 user code
+        part.fail(error)
+
+
+def _first(state: PassState, step: Step) -> list[Action]:
+    """What a step begins with on the leader."""
+    if step is Step.RUN:
+        return state.came(ROOTS, ())
+    return state.announce() if step is Step.ANNOUNCE else state.rest()

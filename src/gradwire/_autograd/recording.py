@@ -21,7 +21,6 @@ from .contexts import Context
 from .lost_gradients import LostGradients
 from .nodes import make_recv
 from .service import Autograd
-from .strands import strands_of
 
 
 class Recording:
@@ -83,4 +82,4 @@ class Recording:
 def look_at_graph(context: Context) -> None:
     """A message has left: look at the graph, while others work."""
     with context.lock:
-        strands_of(context)
+        context.segments()

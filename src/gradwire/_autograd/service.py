@@ -37,39 +37,31 @@ from .arguments import (
 )
 from .context_release import Releases
 from .contexts import Context, Contexts, Numbers, owner, unknown
-from .engine import Start, is_profiled
+from .engine import is_profiled
 from .failures import describe, revive, to_raise
 from .messages import (
     ABORT,
     ACCUMULATE,
     CLAIM,
     CREATE,
-    DIRECT,
-    OVER,
+    PASS,
     QUIET,
     RELEASE,
     RETAIN,
-    STEP,
     Abort,
-    About,
     Claim,
-    Direct,
-    Done,
     Failed,
-    Noted,
-    Over,
+    Header,
+    PassRequest,
     Release,
-    Step,
-    Trip,
-    pack,
-    read_step,
-    unpack,
+    pack_failed,
+    read_failed,
+    read_request,
 )
-from .pass_driver import Part
-from .rounds import Failing
-from .strands import Strands, strands_of
+from .parts import Part
+from .pass_driver import Round, lead
+from .segment_runner import Start
 from .timeouts import Limits
-from .tree_pass import DirectPasses
 
 log = logging.getLogger("gradwire")
 
@@ -106,12 +98,9 @@ class Autograd:
         self.contexts = Contexts(self.me)
         self._calls = calls
         self._passes = Numbers(self.me)
-        self._direct = DirectPasses(self, self.contexts)
         self._limits = Limits(executor, self._expire)
         self.releases = Releases(executor, self._say)
-        calls.handle(STEP, Step, self._on_step)
-        calls.handle(DIRECT, Direct, self._direct.answer)
-        calls.handle(OVER, Over, self._on_over)
+        calls.handle(PASS, PassRequest, self._on_pass)
         calls.handle(ABORT, Abort, self._on_abort)
         calls.handle(RELEASE, Release, self._on_release)
         calls.handle(CLAIM, Claim, self._on_claim)
@@ -195,36 +184,12 @@ class Autograd:
             flags = RETAIN * as_flag("retain_graph", retain_graph)
             flags |= CREATE * as_flag("create_graph", create_graph)
             flags |= ACCUMULATE * as_flag("accumulate", accumulate)
-        seconds = _FOR_EVER if timeout is None else check_timeout(timeout)
-        with context.lock:
-            strands = strands_of(context)
-            number, since = context.begin_pass(self._passes)
-        trip = Trip(context.id, number, flags | anomaly.flags(), since)
-        if seconds == _FOR_EVER:
-            self._backward(context, trip, strands, roots)
-            return
-        with self._limits.limit(context, number, seconds):
-            self._backward(context, trip, strands, roots)
-
-    def _backward(
-        self, context: Context, trip: Trip, strands: Strands, roots: Sequence[Tensor]
-    ) -> None:
-        try:
-            if is_profiled():  # whoever looks wants to see the nodes of sends and recvs
-                with record_function("torch::distributed::autograd::backward"):
-                    self._lead(context, trip.about, Start(roots, [None] * len(roots)))
-                return
-            parked = self._direct.lead(context, trip, strands, roots)
-            if parked is None:
-                self._lead(context, trip.about, Start(roots, [None] * len(roots)))
-            elif parked:
-                self._lead(context, trip.about, Start(parked=parked))
-            return
-        except Failing as error:
-            failed, cause = error.failed, error.__cause__
-        finally:
-            context.led.discard(trip.number)
-        raise self._error(failed, cause)
+        start = Start(roots, [None] * len(roots))
+        if is_profiled():
+            with record_function("torch::distributed::autograd::backward"):
+                self._lead(context, start, flags, timeout)
+        else:
+            self._lead(context, start, flags, timeout)
 
     def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
         self,
@@ -259,31 +224,38 @@ class Autograd:
         retain = create_graph if retain_graph is None else retain_graph
         flags |= RETAIN * as_flag("retain_graph", retain)
         wanted = [get_gradient_edge(tensor) for tensor in inputs]
-        about = About(context.id, self._passes.next(), flags | anomaly.flags())
-        start = Start(outputs, gradients, wanted)
-        seconds = _FOR_EVER if timeout is None else check_timeout(timeout)
-        if seconds == _FOR_EVER:
-            found = self._lead(context, about, start)
-        else:
-            with self._limits.limit(context, about.number, seconds):
-                found = self._lead(context, about, start)
+        found = self._lead(context, Start(outputs, gradients, wanted), flags, timeout)
         if not allow_unused:
             check_used(found)
-        return found
+        return tuple(found)
 
     def _lead(
-        self, context: Context, about: About, start: Start
-    ) -> tuple[Tensor | None, ...]:
-        part = Part(self, context, about)
+        self, context: Context, start: Start, flags: int, timeout: float | None
+    ) -> Sequence[Tensor | None]:
+        """Run a pass; the gradients of what is wanted."""
+        seconds = _FOR_EVER if timeout is None else check_timeout(timeout)
+        flags |= anomaly.flags()
         with context.lock:
-            if context.is_released:
-                raise unknown(context.id)
-            part.lock.acquire()  # others wait until it has begun
-            context.parts[part.number] = part
-        found = part.lead(start)
-        if isinstance(part.outcome, Failed):
-            raise self._error(part.outcome, part.error)
-        return tuple(found)
+            number, since = context.begin_pass(self._passes)
+            header = Header(context.id, number, flags, since)
+            plan = context.segments().plan(start.edges())
+            part = context.parts[number] = Part(self, context, header, plan, start)
+        try:
+            if seconds == _FOR_EVER:
+                lead(part)
+            else:
+                with self._limits.limit(context, number, seconds):
+                    lead(part)
+                    self._raise(part)
+        finally:
+            context.parts.pop(number, None)
+            context.led.discard(number)
+        self._raise(part)
+        return part.runner.wanted
+
+    def _raise(self, part: Part) -> None:
+        if part.failed is not None:
+            raise self._error(part.failed, part.error)
 
     def _error(self, failed: Failed, error: BaseException | None) -> BaseException:
         if error is None:
@@ -295,14 +267,11 @@ class Autograd:
         self._end(context, number, describe(error, self.me, pickles=self.pickles))
 
     def _end(self, context: Context, number: int, failed: Failed) -> None:
-        """End a pass here, however it is run."""
+        """End a pass here."""
         with context.lock:
             part = context.parts.get(number)
-            record = context.records.get(number)
-            if record is not None:
-                record.failed = record.failed or failed
             if part is None:
-                context.ended.add(number)
+                context.aborted.add(number)
         if part is not None:
             part.end(failed)
 
@@ -317,47 +286,41 @@ class Autograd:
         except Exception:  # noqa: BLE001 it is gone, and so is its part
             pass
 
-    def ask(
-        self,
-        to: int,
-        message: Any,
-        is_over: Callable[[], bool],
-        meanwhile: Callable[[], None] | None = None,
-    ) -> Any:
-        return self._calls.ask(to, message, _FOR_EVER, is_over, meanwhile)
+    def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
+        return self._calls.ask(to, message, _FOR_EVER, is_over)
 
     # What others say
 
-    def _on_step(self, sender: int, step: Step) -> Any:
-        about, words, deliveries = read_step(step)
-        number = about.number
-        context = self.contexts.arrived(about.context)
+    def _on_pass(self, sender: int, message: PassRequest) -> Any:
+        header, load = read_request(message)
+        context = self.contexts.arrived(header.context)
         context.known.add(sender)
         with context.lock:
-            part = context.parts.get(number)
-            if part is None and number in context.ended:
-                # The engager knows, or is about to hear it with the last gradients.
-                is_engager = context.ended.get(number) == sender
-                return pack(Noted() if is_engager else Done())
-            if part is None and context.is_released:
-                error = unknown(context.id)
-                return pack(describe(error, self.me, pickles=self.pickles))
-            if part is None:
-                new = Part(self, context, about, sender)
-                new.lock.acquire()  # others wait until it has begun
-                context.parts[number] = new
-        go_on = new.engage if part is None else part.step
-        return go_on(sender, words, deliveries)
+            current = self._join(context, header, sender)
+        if current is not None:
+            return current.serve(load)
+        if context.is_released:
+            error = unknown(context.id)
+            return pack_failed(describe(error, self.me, pickles=self.pickles))
+        return None  # whoever leads knows
 
-    def _on_over(self, sender: int, over: Over) -> None:
-        part = self.contexts.arrived(over.context).parts.get(over.number)
-        if part is not None:
-            part.ended(sender, over.outcome)
+    def _join(self, context: Context, header: Header, asker: int) -> Round | None:
+        """Take part in a pass; None: it is over. With the lock of the context."""
+        number = header.number
+        part = context.parts.get(number)
+        if part is None:
+            is_over = owner(number) == self.me or context.is_over(number)
+            if is_over or context.is_released:
+                return None
+            context.forget_passes(number, header.since)
+            plan = context.segments().plan()
+            part = context.parts[number] = Part(self, context, header, plan)
+        assert isinstance(part, Part)
+        return Round(part, header, asker)
 
     def _on_abort(self, sender: int, abort: Abort) -> None:
-        failed = unpack(abort.failed)
-        if isinstance(failed, Failed):
-            self._end(self.contexts.arrived(abort.context), abort.number, failed)
+        failed = read_failed(abort.failed)
+        self._end(self.contexts.arrived(abort.context), abort.number, failed)
 
     def _on_release(self, sender: int, release: Release) -> None:
         for context_id in release.contexts:

@@ -1,23 +1,21 @@
-"""Passes that go the direct way, and those that begin so and go on by the full protocol."""
+"""How a pass goes from worker to worker: what is run at once, what waits, what fails."""
 
 import gc
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from gradwire._autograd import ddp, deliveries, engine, messages, rounds
-from gradwire._autograd.contexts import Context
+from gradwire._autograd import deliveries, messages
 from gradwire._autograd.failures import describe
-from gradwire._autograd.messages import Abort, Direct, Step
+from gradwire._autograd.messages import Abort, Answer, Delivery, Failed, Header, Load
+from gradwire._autograd.pass_state import Step
 from gradwire._autograd.recording import look_at_graph
-from gradwire._autograd.rounds import Record
-from gradwire._autograd.strands import Strands
-from gradwire._wire.messages import TensorMessage
-from gradwire.errors import GradwireError, ProtocolError
+from gradwire.errors import GradwireError
 from tests.autograd.functions import (
     MessageCounts,
     Raises,
@@ -45,13 +43,22 @@ def tied(world: Autograds, context: int, x: Tensor) -> Tensor:
     return (a * b).sum()
 
 
+def ask(
+    world: Autograds, context: int, number: int, send: int, gradients: Sequence[Tensor]
+) -> Any:
+    """Have worker 0 say in a pass that it has gradients for a send of worker 1."""
+    load = Load([Delivery(send, gradients)])
+    message = messages.request(Header(context, number, 0, number), load)
+    return messages.unpack(world[0].request(1, message).wait(), 0)
+
+
 def test_a_call_and_its_return_take_one_message() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = MessageCounts(world)
         x = doubles(3)
         world[0].backward(context, [there_and_back(world, context, x, torch.sin).sum()])
         close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
-        assert said.kinds == {Direct: 1}
+        assert said.steps == {Step.RUN: 1}
 
 
 def over_worker_1(world: Autograds, context: int, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -63,35 +70,13 @@ def over_worker_1(world: Autograds, context: int, x: Tensor) -> tuple[Tensor, Te
     return home, back
 
 
-@pytest.fixture
-def runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many nodes each call of the engine in a direct pass had to begin with."""
-    counts: list[int] = []
-
-    def counting(ends: Any, *others: Any) -> Any:
-        counts.append(len(ends))
-        return engine.call(ends, *others)
-
-    monkeypatch.setattr(rounds, "call", counting)
-    return counts
-
-
-def test_what_is_sent_on_as_it_came_needs_no_engine(runs: list[int]) -> None:
-    with autograds(3) as world, world[0].context() as context:
-        x = doubles(3)
-        world[0].backward(context, [over_worker_1(world, context, x)[0].sum()])
-        close(world[0].get_gradients(context), {x: torch.cos(x.detach())})
-        assert len(runs) == 2  # the root and the sine
-
-
-def test_a_hook_sees_what_is_sent_on_as_it_came(runs: list[int]) -> None:
+def test_a_hook_sees_what_is_sent_on_as_it_came() -> None:
     with autograds(3) as world, world[0].context() as context:
         x = doubles(3)
         home, back = over_worker_1(world, context, x)
         back.register_hook(lambda gradient: gradient * 2)
         world[0].backward(context, [home.sum()])
         close(world[0].get_gradients(context), {x: 2 * torch.cos(x.detach())})
-        assert len(runs) == 3
 
 
 @pytest.mark.parametrize("is_changed", [False, True])
@@ -163,27 +148,6 @@ def test_the_gradient_of_a_root_is_its_own() -> None:
                 close(world[0].get_gradients(context), expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
-def test_the_gradient_of_a_root_is_like_it(
-    dtype: torch.dtype, shape: tuple[int, ...]
-) -> None:
-    root = torch.full(shape, 5.0, dtype=dtype)
-    engine.make_ones_ahead()
-    found = [engine.ones_for(root) for _ in range(3)]
-    for each in found:
-        close(each, torch.ones_like(root), rtol=0, atol=0)
-    assert len({each.data_ptr() for each in found}) == 3
-
-
-def test_no_gradient_of_a_root_is_made_ahead_where_someone_watches() -> None:
-    engine._ahead.clear()
-    with torch.inference_mode():
-        engine.make_ones_ahead()
-    assert not engine._ahead
-    assert not engine.ones_for(torch.ones(())).is_inference()
-
-
 def test_back_and_forth_takes_a_message_for_each_time() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = MessageCounts(world)
@@ -197,22 +161,18 @@ def test_back_and_forth_takes_a_message_for_each_time() -> None:
             local = torch.sin(local * 2)
         (gx,) = torch.autograd.grad(local.sum(), [x])
         close(world[0].get_gradients(context), {x: gx})
-        assert said.kinds == {Direct: 5}
+        assert said.steps == {Step.RUN: 5}
 
 
-def test_what_cannot_be_run_at_once_goes_on_by_the_protocol() -> None:
+def test_a_segment_waits_for_all_that_comes_with_one_message() -> None:
     with autograds(2) as world, world[0].context() as context:
         said = MessageCounts(world)
         x = doubles(3)
         world[0].backward(context, [tied(world, context, x)])
         (gx,) = torch.autograd.grad((6 * torch.sin(x) ** 2).sum(), [x])
         close(world[0].get_gradients(context), {x: gx})
-        assert said.kinds[Direct] == 1
-        assert said.kinds[Step] > 0
+        assert said.steps == {Step.RUN: 1}
         assert world.passes() == 0
-        assert not any(
-            c.records for service in world.services for c in service.contexts
-        )
 
 
 def test_some_is_run_at_once_and_some_is_parked() -> None:
@@ -273,20 +233,8 @@ def test_a_long_way_around_many_workers_does_not_take_many_threads() -> None:
         x.register_hook(look)
         world[0].backward(context, [value.sum()])
         close(world[0].get_gradients(context)[x], torch.full_like(x, 1.01**90))
-        assert said.kinds[Direct] == 16
+        assert said.steps == {Step.RUN: 90}
         assert most - before < 60
-
-
-def test_a_large_graph_goes_by_the_protocol_at_once() -> None:
-    with autograds(2) as world, world[0].context() as context:
-        said = MessageCounts(world)
-        x = doubles(3)
-        value = there_and_back(world, context, x, torch.sin)
-        for _ in range(300):
-            value = value * 1.001
-        world[0].backward(context, [value.sum()])
-        close(world[0].get_gradients(context)[x], torch.cos(x.detach()) * 1.001**300)
-        assert said.kinds[Direct] == 0
 
 
 @pytest.mark.parametrize("at", ["root", "there"])
@@ -366,15 +314,15 @@ def test_a_thread_that_stops_because_of_another_one_says_why(leader: int) -> Non
         def wait(_: Tensor) -> None:
             assert has_failed.wait(LIMIT)
             (there,) = world[1].contexts
-            wait_until(lambda: [r for r in there.records.values() if r.failed])
+            wait_until(lambda: any(part.failed for part in there.parts.values()))
 
         busy = doubles(3) * 2
         busy.register_hook(wait)
         (there,) = world.transfer(1, 2, context, [busy])
         (a,) = world.transfer(2, 1, context, [there * 3])
-        (fails,) = world.transfer(1, 3, context, [Failing.apply(doubles(3) * 2)])
-        (other,) = world.transfer(4, 3, context, [doubles(3) * 2])
-        (b,) = world.transfer(3, 1, context, [fails * other])
+        (fails,) = world.transfer(1, 4, context, [Failing.apply(doubles(3) * 2)])
+        (fails,) = world.transfer(4, 3, context, [fails * 2])
+        (b,) = world.transfer(3, 1, context, [fails * 3])
         value = a * b
         if leader == 0:
             (value,) = world.transfer(1, 0, context, [value])
@@ -389,53 +337,31 @@ def test_what_comes_after_a_failure_is_not_run() -> None:
         loss = there_and_back(world, context, x, Raises.apply).sum()
         with pytest.raises(GradwireError, match="this backward fails"):
             world[0].backward(context, [loss])
-        (here,) = world[0].contexts
-        (failed,) = here.records
-        trip = messages.Trip(context, failed, 0, failed)
-        late = messages.direct(trip, [(next(iter(here.sends)), [torch.ones_like(x)])])
-        answer = messages.unpack_followed(world[0]._direct.answer(1, late))
-        assert isinstance(answer, messages.Failed)
-        assert world[0].get_gradients(context) == {}
+        (there,) = world[1].contexts
+        (failed,) = there.parts
+        late = ask(
+            world, context, failed, next(iter(there.sends)), [torch.ones_like(x)]
+        )
+        assert isinstance(late, Failed)
+        assert world[1].get_gradients(context) == {}
         Raises.is_on = False
         world[0].backward(
             context, [there_and_back(world, context, x, Raises.apply).sum()]
         )
-        assert not here.records
+        assert len(there.parts) == 1
 
 
-def test_passes_leave_no_records_behind() -> None:
+def test_passes_leave_nothing_behind_but_the_last_one() -> None:
     with autograds(2) as world, world[0].context() as context:
         x = doubles(3)
         loss = there_and_back(world, context, x * 2, torch.sin).sum()
         for _ in range(20):
             world[0].backward(context, [loss], retain_graph=True)
         (there,) = world[1].contexts
-        assert len(there.records) == 1
+        assert len(there.parts) == 1
         (here,) = world[0].contexts
-        assert not here.records
+        assert not here.parts
         close(world[0].get_gradients(context)[x], 40 * torch.cos(2 * x.detach()))
-
-
-def test_records_may_go_while_others_are_forgotten() -> None:
-    context, strands = Context(1), Strands(1)
-    context.records = {number: Record(strands) for number in range(1, 2000)}
-    for record in context.records.values():
-        record.running.clear()
-
-    def another_ends(*_: object) -> None:
-        if context.records:
-            context.records.popitem()
-
-    before = gc.get_threshold()
-    # As what runs when things go, which takes its time.
-    gc.callbacks.append(another_ends)
-    gc.set_threshold(1)
-    try:
-        context.forget_records(3000, 3000)
-    finally:
-        gc.set_threshold(*before)
-        gc.callbacks.remove(another_ends)
-    assert not context.records
 
 
 def test_passes_of_several_threads_keep_what_they_need() -> None:
@@ -469,36 +395,13 @@ def test_passes_of_several_threads_keep_what_they_need() -> None:
             close(found[x], 3 * gx)
 
 
-def test_other_threads_may_send_while_a_pass_looks_at_what_was_sent(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    with autograds(2) as world, world[0].context() as context:
-        x, y = doubles(3), doubles(3)
-        results = [there_and_back(world, context, t, torch.sin) for t in (x, y, x, y)]
-        late = [doubles(3)] * 2
-        original = ddp.is_joint
-
-        def is_joint(leaf: Any) -> bool:
-            while late:
-                world.transfer(0, 1, context, [late.pop()])
-                look_at_graph(world[0].contexts.get(context))
-            return original(leaf)
-
-        monkeypatch.setattr(ddp, "is_joint", is_joint)
-        world[0].backward(context, [torch.stack(results).sum()])
-        assert not late
-        close(
-            world[0].get_gradients(context), {t: 2 * t.detach().cos() for t in (x, y)}
-        )
-
-
 def test_gradients_for_what_was_released_meanwhile_are_refused_as_those() -> None:
     with autograds(2) as world, world[0].context() as context:
         send = world.leave(0, 1, context, [doubles(3)])
         known = world[0].contexts.get(context)
         known.clear()
         with pytest.raises(GradwireError, match="Could not find autograd context"):
-            deliveries.check(known, 1, send, [torch.ones(3)])
+            deliveries.take(known, 1, Delivery(send, [torch.ones(3)]))
 
 
 def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:
@@ -508,10 +411,9 @@ def test_gradients_for_a_pass_that_has_failed_are_dropped() -> None:
         (there,) = world[1].contexts
         (number,) = there.sends
         failed = describe(ValueError("no"), 0, pickles=False)
-        world[1]._on_abort(0, Abort(context, 77, messages.pack(failed)))
-        trip = messages.Trip(context, 77, 0, 77)
-        late = messages.direct(trip, [(number, [torch.ones_like(x)])])
-        assert world[1]._direct.answer(0, late) is None
+        world[1]._on_abort(0, Abort(context, 77, messages.pack_failed(failed)))
+        late = ask(world, context, 77, number, [torch.ones_like(x)])
+        assert isinstance(late, Answer)
         assert world[1].get_gradients(context) == {}
 
 
@@ -538,83 +440,8 @@ def test_a_root_that_is_a_single_path_to_what_was_sent_on_takes_the_protocol() -
         (on,) = world.transfer(0, 2, context, [value])
         (back,) = world.transfer(2, 0, context, [on * 3])
         world[0].backward(context, [back.sum() + value.sum()], retain_graph=True)
-        assert said.kinds[Step] > 0
-        said.kinds.clear()
+        assert said.steps[Step.REST]
+        said.steps.clear()
         world[0].backward(context, [value.sum()])
         close(world[0].get_gradients(context), {x: 5 * torch.cos(x.detach())})
-        assert said.kinds[Step] > 0
-
-
-# Messages
-
-
-@pytest.mark.parametrize("shortcuts", [{}, {7: 8}, {7: 8, 9: 6}])
-def test_a_message_says_which_gradients_are_for_which_send(
-    shortcuts: dict[int, int],
-) -> None:
-    gradient, other = torch.ones(3), torch.zeros(2)
-    trip = messages.Trip(1, 2, 0, 2, 3)
-    plain = [(5, [gradient, None, gradient]), (6, [other])]
-    said = messages.direct(trip, plain, shortcuts)
-    heard, arrived, ways = messages.read_direct(said)
-    assert heard == trip._replace(depth=4)
-    assert ways == shortcuts
-    (first, (a, none, b)), (second, (c,)) = arrived
-    assert (first, second, none) == (5, 6, None)
-    close([a, b, c], [gradient, gradient, other])
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda numbers, tensors: (numbers[:-1], tensors),
-        lambda numbers, tensors: (numbers[:1], tensors),
-        lambda numbers, tensors: ((), tensors),
-        lambda numbers, tensors: ((*numbers, 1), tensors),
-        lambda numbers, tensors: ((*numbers, 6, 1), tensors),
-        lambda numbers, tensors: ((*numbers, 6, 0), tensors),
-        lambda numbers, tensors: ((*numbers[:-1], -1), tensors),
-        lambda numbers, tensors: (numbers, tensors[:-1]),
-        lambda numbers, tensors: (numbers, (*tensors, None)),
-    ],
-    ids="cut short empty odd void none negative lacking surplus".split(),
-)
-def test_messages_that_make_no_sense_are_refused(change: Any) -> None:
-    said = messages.direct(messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])])
-    with pytest.raises(ProtocolError):
-        messages.read_direct(Direct(*change(said.numbers, said.tensors)))
-    answer = messages.pack_followed([(5, [torch.ones(3)])], {1, 2}, [3])
-    with pytest.raises(ProtocolError):
-        messages.unpack_followed(TensorMessage(*change(answer.numbers, answer.tensors)))
-
-
-@pytest.mark.parametrize("count", [-9, -1, 9, 1 << 40])
-def test_counts_that_make_no_sense_are_refused(count: int) -> None:
-    trip, plain = messages.Trip(1, 2, 0, 2), [(5, [torch.ones(3)])]
-    said = messages.direct(trip, plain, {7: 8})
-    facts, gradients = said.numbers, said.tensors
-    for changed in ([*facts[:5], count, *facts[6:]], facts[:5]):
-        with pytest.raises(ProtocolError):
-            messages.read_direct(Direct(changed, gradients))
-    answer = messages.pack_followed(plain, {1, 2}, [3])
-    facts, gradients = answer.numbers, answer.tensors
-    for changed in ([count, *facts[1:]], [facts[0], count, *facts[2:]], facts[:1]):
-        with pytest.raises(ProtocolError):
-            messages.unpack_followed(TensorMessage(changed, gradients))
-
-
-@pytest.mark.parametrize("answer", [7, "x", (), ((1,), 2), ((1.5,), ()), (1, "x")])
-def test_answers_that_are_none_are_refused(answer: Any) -> None:
-    with pytest.raises(ProtocolError, match="makes no sense"):
-        messages.unpack_followed(answer)
-
-
-def test_an_answer_says_who_has_parked_something() -> None:
-    assert messages.pack_followed([], set()) is None
-    assert messages.unpack_followed(None) == ([], (), ())
-    followed = messages.unpack_followed(messages.pack_followed([], {7, 3}, [4]))
-    assert not isinstance(followed, messages.Failed)
-    deliveries, parked, taken = followed
-    assert list(parked) == [3, 7]
-    assert list(taken) == [4]
-    assert list(deliveries) == []
+        assert said.steps[Step.REST]

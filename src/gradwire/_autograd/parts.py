@@ -1,0 +1,168 @@
+"""What the rounds of one pass on one worker share, and how it ends if it fails.
+
+Its lock guards the state of the pass, and is never held while anything is run or sent.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .._rpc.futures import CallFuture
+from ..errors import WorkerLostError
+from ..threads import Bell, Executor
+from .contexts import Context, Contexts, Numbers, owner, unknown
+from .failures import describe
+from .messages import Abort, Failed, Header, pack_failed
+from .nodes import Crossing, Gradients
+from .pass_state import PassState
+from .segment_runner import SegmentRunner, Start
+from .segments import Plan
+
+
+class Host(Protocol):
+    """What a part needs of its worker; `service.py` is it."""
+
+    me: int
+    executor: Executor
+    numbers: Numbers
+    contexts: Contexts
+    pickles: bool
+
+    def request(self, to: int, message: Any) -> CallFuture:
+        """Send a message, with no limit to how long its answer may take."""
+
+    def tell(self, to: int, message: Any) -> None:
+        """Send a message whose answer nobody needs."""
+
+    def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
+        """Send a message and wait for its answer, or until it is not wanted any more."""
+
+
+class Round(Protocol):
+    """What follows from one request (`pass_driver.py`)."""
+
+    asker: int | None
+
+    def let_go(self) -> set[int]:
+        """The pass has failed: answer now. Who owes us an answer."""
+
+
+class Ended(Exception):
+    """The pass has failed, and it is known how."""
+
+
+class Part:
+    """One pass on one worker."""
+
+    def __init__(
+        self,
+        host: Host,
+        context: Context,
+        header: Header,
+        plan: Plan,
+        start: Start | None = None,
+    ) -> None:
+        """With the lock of the context. `start`: where the pass begins, on the leader."""
+        start = start or Start()
+        self.host = host
+        self.context = context
+        self.header = header
+        self.failed: Failed | None = None
+        self.error: BaseException | None = None
+        """What failed, if it failed here."""
+        enter = partial(host.contexts.entered, context)
+        self.runner = SegmentRunner(context, plan, start, header.flags, enter)
+        self.state = PassState(plan)
+        self.lock = threading.Lock()
+        self.gradients: dict[int, Sequence[Tensor | None]] = {}
+        """What came for messages and was not run yet."""
+        self.rounds: list[Round] = []
+        """Those under way."""
+        self.parked: dict[int, int] = {}
+        """On the leader: how many messages are parked, by worker."""
+        self._bells: dict[int, Bell] = {}
+
+    @property
+    def is_under_way(self) -> bool:
+        return bool(self.rounds)
+
+    def has_ended(self) -> bool:
+        return self.failed is not None
+
+    def check(self) -> None:
+        """Stop here if the pass has failed meanwhile, or its context is over.
+
+        Raises:
+            Ended, GradwireError: so it is.
+        """
+        if self.failed is not None:
+            raise Ended
+        if self.context.is_released:
+            raise unknown(self.context.id)
+
+    def collect(self, send: Crossing) -> Gradients:
+        """The gradients for a message; waits for them."""
+        bell = None
+        with self.lock:
+            if self.state.fate(send.id) is None and self.failed is None:
+                bell = self._bells[send.id] = Bell()
+        if bell is not None:
+            with self.host.executor.waiting():
+                bell.wait(None)
+        self.check()
+        gradients = self.gradients.pop(send.id, None)
+        return (None,) * send.count if gradients is None else tuple(gradients)
+
+    def wake(self, send: int) -> None:
+        """It is known what becomes of a message."""
+        with self.lock:
+            bell = self._bells.pop(send, None)
+        if bell is not None:
+            bell.ring()
+
+    # How it ends, but well
+
+    def fail(self, error: BaseException) -> None:
+        """This went wrong here."""
+        if not isinstance(error, Ended):
+            host = self.host
+            self.end(describe(error, host.me, pickles=host.pickles), error)
+
+    def end(self, failed: Failed, error: BaseException | None = None) -> None:
+        """The pass has failed like this: nobody here waits any more, nor for us elsewhere."""
+        with self.lock:
+            if self.failed is not None:
+                return
+            self.failed, self.error = failed, error
+            bells, self._bells = self._bells, {}
+            self.gradients.clear()
+        for bell in bells.values():
+            bell.ring()
+        asked = {worker for worker, count in self.parked.items() if count}
+        for each in list(self.rounds):
+            asked |= each.let_go()
+        context, number = self.header[:2]
+        for worker in asked - {self.host.me}:
+            self.host.tell(worker, Abort(context, number, pack_failed(failed)))
+
+    def released(self) -> None:
+        """The context is over."""
+        if self.rounds:
+            self.fail(unknown(self.context.id))
+
+    def worker_gone(self, worker: int, name: str) -> None:
+        """End it if it cannot go on without a worker."""
+        needed = {each.asker for each in list(self.rounds)} | {
+            owner(self.header.number)
+        }
+        sends = self.context.sends
+        with self.lock:
+            needed |= {sends[n].crossing.worker for n in self._bells if n in sends}
+        if worker in needed:
+            reason = "it is needed by a backward pass"
+            self.fail(WorkerLostError(name, reason))

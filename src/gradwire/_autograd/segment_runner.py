@@ -1,0 +1,163 @@
+"""Runs the segments of one worker in one pass, and keeps the gradients of its leaves.
+
+Knows nothing of messages or of the order in which segments are run.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+from . import anomaly, ddp, engine, hooks
+from .contexts import Context, add
+from .ddp import accumulating, replicated
+from .engine import Job
+from .gradients import Leaf, keep, keep_accumulated, kept_so_far, look_at
+from .messages import ANOMALY, CREATE, QUIET
+from .nodes import Crossing, Edge, Gradients, Run
+from .pass_state import ROOTS, Indexes
+from .segments import Plan, Reach, lift
+
+Given = dict[int, Sequence["Tensor | None"]]
+"""The gradients that came for messages, by send."""
+
+
+class Start(NamedTuple):
+    """Where a pass begins: roots, and the gradients that flow into them (None: ones)."""
+
+    roots: Sequence[Tensor] = ()
+    gradients: Sequence[Tensor | None] = ()
+    wanted: Sequence[GradientEdge] = ()
+    """What else to get the gradients of."""
+
+    def edges(self) -> list[Edge]:
+        return [(root.grad_fn, root.output_nr) for root in self.roots]
+
+
+class SegmentRunner:
+    """For one pass on one worker."""
+
+    def __init__(
+        self,
+        context: Context,
+        plan: Plan,
+        start: Start,
+        flags: int,
+        enter: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """`enter`: the context.
+
+        Calls that a backward makes belong to it, if they are to be differentiated again.
+        """
+        self.wanted: list[Tensor | None] = [None] * len(start.wanted)
+        self._context = context
+        self._plan = plan
+        self._start = start
+        self._roots = [*zip(start.roots, start.gradients, strict=True)]
+        self._flags = flags
+        self._enter = enter
+        self._lock = threading.Lock()
+
+    def reach(self, sources: Mapping[int, Indexes]) -> Reach:
+        """What these slots of the sources of one segment reach."""
+        return self._plan.reach(sources, self._start.edges())
+
+    def run(
+        self, sources: Mapping[int, Indexes], given: Given | None, run: Run
+    ) -> Sequence[tuple[Crossing, Gradients]]:
+        """Run a segment from these sources; the gradients of recvs that were not delivered.
+
+        `given`: where the gradients of its sends are, if they are all there.
+
+        Raises:
+            Exception: whatever a backward or a hook raises.
+        """
+        if given and self._keep_bare(sources, given):
+            return ()
+        flags = self._flags
+        if not flags & (ANOMALY | CREATE):
+            return self._run(sources, given, run)
+        with self._enter() if flags & CREATE else nullcontext():
+            if not flags & ANOMALY:
+                return self._run(sources, given, run)
+            nodes = [send.node for send in self._plan.sends(sources)]
+            if ROOTS in sources:
+                nodes += [root.grad_fn for root in self._start.roots]
+            with anomaly.explained(nodes, run, flags):
+                return self._run(sources, given, run)
+
+    def _run(
+        self, sources: Mapping[int, Indexes], given: Given | None, run: Run
+    ) -> Sequence[tuple[Crossing, Gradients]]:
+        flags = self._flags
+        sends = self._plan.sends(sources)
+        reach = self.reach(sources)
+        leaves = () if flags & QUIET else [*reach.leaves]
+        replicas = replicated(leaves)
+        if replicas or _are_hooked([*sends, *reach.recvs]):
+            given = None
+        if given is None:
+            sends = [send.only(sources[send.crossing.id]) for send in sends]
+            if len(sources) > 1 and sends:
+                lift(reach.nodes, sends[-1].place)
+        job = Job(
+            roots=self._roots if ROOTS in sources else (),
+            sends=sends,
+            given=given,
+            size=len(reach.nodes),
+            leaves=leaves,
+            wanted=self._start.wanted,
+            recvs=reach.recvs,
+            flags=flags,
+        )
+        if replicas:
+            known = partial(kept_so_far, self._context)
+            kept = partial(keep_accumulated, self._context, flags)
+            with accumulating(replicas, leaves, known, kept, run.is_over):
+                engine.accumulate(job, run)
+            return ()
+        found = engine.execute(job, run)
+        if run.is_over():  # nobody waits for it any more
+            return ()
+        if leaves:
+            keep(self._context, look_at(leaves), found.leaves, flags)
+        for index, gradient in enumerate(found.wanted):
+            if gradient is not None:
+                self._add_wanted(index, gradient)
+        return found.recvs
+
+    def _add_wanted(self, index: int, gradient: Tensor) -> None:
+        with self._lock:
+            before = self.wanted[index]
+            self.wanted[index] = gradient if before is None else add(before, gradient)
+
+    def _keep_bare(self, sources: Mapping[int, Indexes], given: Given) -> bool:
+        """Keep the gradients of leaves that were sent as they are; False: the engine is needed."""
+        (source, *_) = sources
+        segment = self._plan.segment(source)
+        if segment is None or not segment.is_bare or self._start.wanted or ddp.known():
+            return False
+        (send,) = segment.sends
+        if hooks.were_made() or not send.leaves:
+            leaves = look_at([node for node, _ in send.edges])
+            if any(hooks.of_tensor(leaf.tensor) for leaf in leaves):
+                return False
+        else:
+            leaves = [Leaf(leaf, (), ()) for leaf in send.leaves]
+        if send.crossing.is_hooked:
+            return False
+        gradients = [*given.pop(source)]
+        if not self._flags & QUIET:
+            keep(self._context, leaves, gradients, self._flags, are_ours=True)
+        return True
+
+
+def _are_hooked(ends: Iterable[Any]) -> bool:
+    """Whether nodes of sends and recvs have to be run, for the sake of their hooks."""
+    return bool(hooks.on_crossings) and any(end.crossing.is_hooked for end in ends)

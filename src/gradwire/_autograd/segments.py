@@ -1,0 +1,329 @@
+"""The local graph of one worker, cut into segments that can be run by themselves.
+
+A pass has *sources* on a worker: every message of the context that left it, and the roots, where it
+was begun. What a source reaches are leaves, recvs and the nodes between. Sources that reach a
+common node that is no leaf belong to one *segment*: what flows into that node must be summed before
+it is run, so the segment is one call of the engine. Segments that share leaves only are
+independent; unless somebody wants the whole gradient of a leaf at once, as hooks do, and
+DistributedDataParallel.
+
+Segments are found while the program records, message by message, and once for all passes. A pass
+takes them as they are, and adds the one of its roots.
+
+Within a segment with several sources the engine runs sends whose gradients have not come yet, and
+they wait (`engine.py`). It must enter them only when nothing else is ready, the newest first. The
+engine takes the ready node with the highest sequence number, so sends are numbered by their order
+of creation from 1 (`Send.enter_late`), and every other node with so low a number is lifted out of
+the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import ddp, hooks, node_order
+from .nodes import LEAF_NODE, RECV_NODE, Edge, Send, leaf_node
+from .pass_state import ROOTS, Indexes
+
+_LIFT = 1 << 40
+
+Recvs = dict[Any, set[int]]
+"""The nodes of recvs, and which of their tensors are reached."""
+
+
+class Reach(NamedTuple):
+    """What lies behind some edges. Of a graph that is known in part: up to where that begins."""
+
+    nodes: set[Any]
+    """But leaves."""
+    leaves: set[Any]
+    recvs: Recvs
+    met: set[int]
+    """The sends by which those nodes are known that were met."""
+
+
+def walk(edges: Iterable[Edge], known: Mapping[Any, int]) -> Reach:
+    """What lies behind these edges. `known`: nodes that lie behind sends.
+
+    Costs half a microsecond for each node, most of it for torch to show the node to Python, so it
+    is one function.
+    """
+    leaf_node, recv_node = LEAF_NODE, RECV_NODE
+    nodes: set[Any] = set()
+    leaves: set[Any] = set()
+    recvs: Recvs = {}
+    met: set[int] = set()
+    stack: list[Any] = []
+    while True:
+        for node, which in edges:
+            kind = type(node)
+            if kind is leaf_node:
+                leaves.add(node)
+            elif kind is recv_node:
+                recvs.setdefault(node, set()).add(which)
+                if node in known:
+                    met.add(known[node])
+                else:
+                    nodes.add(node)
+            elif node is not None and node not in nodes:
+                if node in known:
+                    met.add(known[node])
+                else:
+                    nodes.add(node)
+                    stack.append(node)
+        if not stack:
+            return Reach(nodes, leaves, recvs, met)
+        edges = stack.pop().next_functions
+
+
+class Segment:
+    """A piece of the graph. It grows while the program records, and is never cut."""
+
+    __slots__ = ("has_roots", "is_bare", "leaves", "nodes", "recvs", "sends")
+
+    def __init__(self, sends: list[Send], reach: Reach | None = None) -> None:
+        """Without what it reaches, it is of leaves that were sent as they are, each once."""
+        self.sends = sends
+        """In order of creation."""
+        self.has_roots = False
+        self.is_bare = reach is None
+        """There is nothing between its one send and leaves."""
+        self.nodes: set[Any] = reach.nodes if reach else set()
+        self.leaves: set[Any] = reach.leaves if reach else set()
+        """The nodes behind leaves; see `leaf_nodes`."""
+        self.recvs: Recvs = reach.recvs if reach else {}
+
+    def leaf_nodes(self) -> Iterable[Any]:
+        """The nodes behind its leaves. Those of bare ones are only made when they are needed."""
+        if self.is_bare:
+            return [node for send in self.sends for node, _ in send.edges]
+        return self.leaves
+
+    def absorb(self, other: Segment) -> None:
+        """Become one with another."""
+        if self.is_bare:
+            self.leaves, self.is_bare = {*self.leaf_nodes()}, False
+        self.leaves.update(other.leaf_nodes())
+        self.sends = sorted([*self.sends, *other.sends], key=_place)
+        self.has_roots = self.has_roots or other.has_roots
+        self.nodes |= other.nodes
+        for node, indexes in other.recvs.items():
+            self.recvs.setdefault(node, set()).update(indexes)
+
+
+def _place(send: Send) -> int:
+    return send.place
+
+
+def _united(segments: Iterable[Segment]) -> Segment:
+    """One of all of these, which stay as they are."""
+    whole = Segment([], Reach(set(), set(), {}, set()))
+    for segment in segments:
+        whole.absorb(segment)
+    return whole
+
+
+class Segments:
+    """Those of one context on one worker. Who adds to them, or makes a plan, holds its lock."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        """How many messages have left."""
+        self.of_send: dict[int, Segment] = {}
+        self._known: dict[Any, int] = {}  # nodes, and a send by which each is known
+        # Leaves, by id, and the sends that reach each; and those of them that several do.
+        self._leaves: dict[int, list[int]] = {}
+        self._shared: dict[int, Tensor] = {}
+
+    def add(self, send: Send) -> None:
+        """Have one more message, the newest."""
+        self.count += 1
+        number = send.crossing.id
+        leaves = send.leaves
+        if leaves and (len(leaves) == 1 or len({*map(id, leaves)}) == len(leaves)):
+            self.of_send[number] = Segment([send])
+            self._note_leaves(number, leaves)
+            return
+        reach = walk(send.edges, self._known)
+        segment = Segment([send], reach)
+        self._known |= dict.fromkeys(reach.nodes, number)
+        if reach.leaves:
+            self._note_leaves(number, [node.variable for node in reach.leaves])
+        self.of_send[number] = segment
+        if reach.met:
+            self._merge([segment, *(self.of_send[each] for each in reach.met)])
+
+    def _merge(self, segments: list[Segment]) -> None:
+        """Merge them into the largest: so a long program takes no longer for each message."""
+        whole, *others = sorted({*segments}, key=lambda s: len(s.nodes), reverse=True)
+        for other in others:
+            whole.absorb(other)
+            for send in other.sends:
+                self.of_send[send.crossing.id] = whole
+
+    def _note_leaves(self, number: int, leaves: Iterable[Tensor]) -> None:
+        for leaf in leaves:
+            sends = self._leaves.setdefault(id(leaf), [])
+            sends.append(number)
+            if len(sends) > 1:
+                self._shared[id(leaf)] = leaf
+
+    # For a pass
+
+    def plan(self, roots: Sequence[Edge] = ()) -> Plan:
+        """How a pass sees them. All its roots are in one segment."""
+        own: dict[int, Segment] = {}
+        if roots:
+            reach = walk(roots, self._known)
+            rooted = Segment([], reach)
+            rooted.has_roots = True
+            if reach.met:
+                met = {self.of_send[each] for each in reach.met}
+                rooted = _united([rooted, *met])
+            own = _by_source([rooted])
+        if hooks.were_made() or ddp.known():
+            own |= self._joined(own.get(ROOTS))
+        return Plan(self.of_send, self.count, own)
+
+    def _joined(self, rooted: Segment | None) -> dict[int, Segment]:
+        """Segments that are one because of the leaves they reach, by source."""
+        reaching = {number: [*sends] for number, sends in self._leaves.items()}
+        shared = dict(self._shared)
+        for node in rooted.leaves if rooted else ():
+            leaf = node.variable
+            sends = reaching.setdefault(id(leaf), [])
+            if sends:
+                shared[id(leaf)] = leaf
+            sends.append(ROOTS)
+        groups: list[set[int]] = []
+        for tie in _ties(reaching, shared):
+            met = [group for group in groups if not group.isdisjoint(tie)]
+            groups = [group for group in groups if group not in met]
+            groups.append({*tie}.union(*met))
+        joined = []
+        for group in groups:
+            segments = {self.of_send[number] for number in group if number != ROOTS}
+            if rooted is not None and not group.isdisjoint(_by_source([rooted])):
+                segments -= {self.of_send[s.crossing.id] for s in rooted.sends}
+                segments.add(rooted)
+            if len(segments) > 1:
+                joined.append(_united(segments))
+        return _by_source(joined)
+
+
+def _by_source(segments: Iterable[Segment]) -> dict[int, Segment]:
+    found: dict[int, Segment] = {}
+    for segment in segments:
+        found |= dict.fromkeys([send.crossing.id for send in segment.sends], segment)
+        if segment.has_roots:
+            found[ROOTS] = segment
+    return found
+
+
+def _ties(
+    reaching: Mapping[int, Sequence[int]], shared: Mapping[int, Tensor]
+) -> list[Sequence[int]]:
+    """Sources that are put together by the leaves that they reach, given by id.
+
+    A leaf may want its whole gradient at once; or be one of several whose gradients are wanted all
+    together, and then so is all that shares a leaf with them.
+    """
+    ties = [reaching[number] for number, leaf in shared.items() if _is_hooked(leaf)]
+    kept: set[int] = set()  # sources
+    for replica in ddp.known():
+        sources = {s for n in replica.parameters for s in reaching.get(n, ())}
+        ties.append([*sources])
+        kept |= sources
+    grown = bool(kept)
+    while grown:  # and what shares a leaf with those, and so on
+        grown = False
+        for number in shared:
+            sources = {*reaching[number]}
+            if not kept.isdisjoint(sources) and not sources <= kept:
+                kept |= sources
+                grown = True
+    ties += [reaching[n] for n in shared if not kept.isdisjoint(reaching[n])]
+    return ties
+
+
+def _is_hooked(leaf: Tensor) -> bool:
+    """Whether a leaf, or the node behind it, has hooks: they want its whole gradient."""
+    if hooks.of_tensor(leaf) or hooks.of_grad(leaf):
+        return True
+    node = leaf_node(leaf)
+    return node is not None and bool(hooks.before(node) or hooks.after(node))
+
+
+class Plan:
+    """The segments of a worker, as one pass sees them: later messages are no part of it."""
+
+    __slots__ = ("_count", "_of_send", "_own")
+
+    def __init__(
+        self, of_send: Mapping[int, Segment], count: int, own: Mapping[int, Segment]
+    ) -> None:
+        """`own`: segments that are larger in this pass, by source; with that of its roots."""
+        self._of_send = of_send
+        self._count = count
+        self._own = own
+
+    def segment(self, source: int) -> Segment | None:
+        """The segment of a source; None: it is no part of this pass."""
+        return self._own.get(source) or self._of_send.get(source)
+
+    def sources(self, source: int) -> Sequence[int]:
+        """See `pass_state.Plan`."""
+        segment = self.segment(source)
+        if segment is None:
+            return ()
+        sends = segment.sends
+        if len(sends) == 1 and not segment.has_roots:
+            return (source,) if sends[0].place <= self._count else ()
+        found = [send.crossing.id for send in sends if send.place <= self._count]
+        if segment.has_roots:
+            found.insert(0, ROOTS)
+        return found if source in found else ()
+
+    def reach(self, sources: Mapping[int, Indexes], roots: Sequence[Edge]) -> Reach:
+        """What these slots of the sources of one segment reach, and its roots if they are some."""
+        segment = self.segment(next(iter(sources)))
+        assert segment is not None
+        if is_whole(segment, sources):
+            leaves = set(segment.leaf_nodes())
+            recvs = dict(segment.recvs)  # others may record meanwhile
+            return Reach({*segment.nodes}, leaves, recvs, set())
+        return walk(self.edges(sources, roots), {})
+
+    def edges(
+        self, sources: Mapping[int, Indexes], roots: Sequence[Edge]
+    ) -> list[Edge]:
+        """Where these slots of sources stand in the graph."""
+        edges = [*roots] if ROOTS in sources else []
+        for send in self.sends(sources):
+            behind = send.edges
+            edges += [behind[index] for index in sources[send.crossing.id]]
+        return edges
+
+    def sends(self, sources: Mapping[int, Indexes]) -> list[Send]:
+        """The messages among sources of one segment, by creation."""
+        segment = self.segment(next(iter(sources)))
+        assert segment is not None
+        return [send for send in segment.sends if send.crossing.id in sources]
+
+
+def is_whole(segment: Segment, sources: Mapping[int, Indexes]) -> bool:
+    """Whether these are all slots of all sources of a segment."""
+    if len(sources) != len(segment.sends) + segment.has_roots:
+        return False
+    return all(send.count == len(sources[send.crossing.id]) for send in segment.sends)
+
+
+def lift(nodes: Iterable[Any], latest: int) -> None:
+    """Have the engine enter sends up to this place after these nodes."""
+    for node in list(nodes):
+        place = node_order.number(node)
+        if place <= latest:
+            node_order.set_number(node, place + _LIFT)
