@@ -38,7 +38,7 @@ EndContext = Callable[[int, int], None]
 
 
 class Directory(Protocol):
-    """Where to look for workers that came later (`_transport/rendezvous.py`)."""
+    """Where workers that join later are looked up (`_transport/rendezvous.py`)."""
 
     def find(self, name: str) -> Card | None: ...
 
@@ -48,7 +48,7 @@ class Directory(Protocol):
 
 
 class _Nobody:
-    """In a world of fixed size nobody comes later."""
+    """The directory of a world of fixed size: no worker joins later."""
 
     def find(self, name: str) -> Card | None:
         return None
@@ -117,14 +117,14 @@ class Agent:
     # Who is there
 
     def add_member(self, card: Card) -> None:
-        """Get to know a worker."""
+        """Add a worker to the members of the world."""
         if self.members.add(card):
             plain = self._options.allow is not None
             self._peers[card.id] = Peer(card, self.me.main, plain)
             self.joined.fire(card.info)
 
     def peer(self, to: str | int | WorkerInfo) -> Peer:
-        """Whom `to` names.
+        """The peer that `to` names.
 
         Raises:
             ValueError, TypeError, WorkerLostError: nobody.
@@ -157,13 +157,13 @@ class Agent:
         return isinstance(to, str) and self.directory.was_here(to)
 
     def watch_over_all(self) -> None:
-        """See to it that the loss of any worker is noticed, also of one nobody speaks to."""
+        """Connect to every worker, so that the loss of any of them is noticed."""
         for card in self.members.cards():
             if card.id != self.me.id:
                 self._executor.submit(partial(self._transport.watch, card))
 
     def _introduced(self, worker: int) -> Peer | None:
-        """A newcomer that spoke to us before we heard of it."""
+        """Look up a new worker whose first request came before the news that it joined."""
         card = self.directory.card(worker)
         if card is not None:
             self.add_member(card)
@@ -193,7 +193,7 @@ class Agent:
     def request(
         self, to: int, message: Any, timeout: float | None = None
     ) -> CallFuture:
-        """Send an upper layer's message; the future of its answer."""
+        """Send an upper layer's message; the future of its response."""
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
         return self.caller.post(peer, parcel, type(message), timeout)
@@ -206,7 +206,7 @@ class Agent:
         is_over: Callable[[], bool] | None = None,
         meanwhile: Callable[[], object] | None = None,
     ) -> Any:
-        """Send an upper layer's message; its answer. `meanwhile` is called where that helps.
+        """Send an upper layer's message and wait for its response; `meanwhile` runs while waiting.
 
         Raises:
             CallTimeout: in time; or it `is_over`: soon after the answer is not wanted any more.
@@ -225,7 +225,7 @@ class Agent:
         in_haste: bool = True,
         in_context: bool = False,
     ) -> None:
-        """Have an upper layer's messages handled: `handler(sender, message)` returns the answer.
+        """Register `handler(sender, message)` of an upper layer's message; it returns the response.
 
         Where there is no haste, answers are held back a moment to travel with others. `in_context`:
         the message belongs to the context in which it is sent, and is handled in it.
@@ -236,7 +236,7 @@ class Agent:
             self._patient.add(message)
 
     def run_in_context(self, run: InContext, end: EndContext) -> None:
-        """Have messages of a context handled by `run(context, handler, sender, message)`.
+        """Have messages of a context handled through `run(context, handler, sender, message)`.
 
         `end(context, sender)` is called when the sender has said that a context is over.
         """
@@ -246,7 +246,7 @@ class Agent:
     # Calls from others
 
     def serve(self, sender: int, frame: Frame, respond: Respond) -> None:
-        """Run a request of another worker, or of this one. What comes twice is run once.
+        """Run a request of another worker, or of this one. Duplicates are dropped.
 
         Raises:
             ProtocolError: the sender is not in this world.
@@ -349,7 +349,7 @@ class Agent:
             self.gone.fire(card.info)
 
     def close(self) -> None:
-        """Fail what is in flight; nothing more is sent or run."""
+        """Fail all calls in flight; nothing is sent or run after this."""
         self._closed = True
         self.caller.close()
         self._runner.close()

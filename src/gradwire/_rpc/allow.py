@@ -53,7 +53,7 @@ class AllowList:
         self._rules = [_Rule(pattern, rules[pattern]) for pattern in rules]
 
     def check(self, name: Any, caller: str) -> None:
-        """Let it pass.
+        """Check that a function may be called.
 
         Raises:
             NotAllowedError: it is not on the list for this caller.

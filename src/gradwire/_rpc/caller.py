@@ -1,4 +1,4 @@
-"""The caller's half: sends calls, keeps those in flight, completes their futures.
+"""The caller's side: sends requests, tracks those in flight, completes their futures.
 
 What is in flight is in a pure table (`calls.py`); its lock is never held while sending or running
 user code. A call ends once: by its answer, by its deadline, or with the worker it went to.
@@ -76,16 +76,16 @@ class Caller:
 
     @property
     def started(self) -> int:
-        """Users' calls ever made from here."""
+        """How many calls users have made from here."""
         return self._posted + self._exchanges
 
     def answers(self) -> list[CallFuture]:
-        """The futures of all that was posted and is not answered."""
+        """The futures of all asynchronous requests in flight."""
         with self._lock:
             return [pending.answer for pending in self._calls]
 
     def underway(self, to: int) -> set[int]:
-        """The calls to a worker that may still be answered."""
+        """The calls in flight to a worker."""
         with self._lock:
             posted = {pending.call for pending in self._calls if pending.to == to}
             waits = {call for call, at in self._exchanging.copy().items() if at == to}
@@ -94,7 +94,7 @@ class Caller:
     def call_sync(
         self, peer: Peer, call: Call, timeout: float | None, meanwhile: Any = None
     ) -> Any:
-        """Call and wait; `meanwhile` is called when the request is on its way."""
+        """Call and wait; `meanwhile` is called once the request has been sent."""
         parcel = self._codec.call(call, peer.manner)
         parcel.meanwhile = meanwhile
         return self._exchange(peer, parcel, call.function, timeout)
@@ -133,7 +133,7 @@ class Caller:
         timeout: float | None,
         is_over: Callable[[], bool] | None = None,
     ) -> Any:
-        """Send a request and wait for its answer."""
+        """Send a request and wait for its response."""
         return self._exchange(peer, parcel, what, timeout, is_over)
 
     def post(
@@ -145,7 +145,7 @@ class Caller:
         *,
         calls: int = 0,
     ) -> CallFuture:
-        """Send a request; the future of its answer. It counts as so many calls of a user."""
+        """Send a request; the future of its response. It counts as this many calls of the user."""
         held = self._request(peer, parcel, what, timeout, CallFuture)
         self._held.flush(peer.id)
         self._start(held, calls)
@@ -153,11 +153,11 @@ class Caller:
         return future
 
     def take_held(self, future: CallFuture) -> Held | None:
-        """The request whose answer this is, if it is held back; it is then the caller's to send."""
+        """Take over the deferred request behind this future, if it has not been sent yet."""
         return self._held.take(future.to, future.call)
 
     def ask_held(self, held: Held, kind: int, timeout: float | None) -> Any:
-        """Send a request that was held back, as one of another kind; its answer.
+        """Send a deferred request as one of another kind, and wait for its response.
 
         The future of the request itself is done when the answer is there.
         """
@@ -182,11 +182,11 @@ class Caller:
         return value
 
     def local_future(self, what: Any, worker: str) -> CallFuture:
-        """A future that someone here completes."""
+        """A future that is completed locally."""
         return CallFuture(0, self._me, _FOR_EVER, self._attend, Fate(what, worker))
 
     def complete(self, peer: Peer, frame: Frame) -> None:
-        """An answer came."""
+        """A response has arrived."""
         with self._lock:
             pending = self._calls.answered(frame.call)
             if pending is None:
@@ -214,7 +214,7 @@ class Caller:
         self._executor.submit(finish)  # not here: this thread reads for others too
 
     def worker_gone(self, worker: int, reason: str) -> None:
-        """Fail what waits for a worker that is no more."""
+        """Fail the calls in flight to a worker that is lost."""
         with self._lock:
             orphans = self._calls.worker_lost(worker)
         held = self._held.drop(worker)
@@ -295,7 +295,7 @@ class Caller:
         return Held(peer, parcel, pending)
 
     def _start(self, held: Held, calls: int = 1) -> None:
-        """Send a request and await its answer."""
+        """Send a request and register it as in flight."""
         pending = held.pending
         deadline = pending.deadline
         with self._lock:
@@ -344,7 +344,7 @@ class Caller:
                 self._sleep(future, limit)
 
     def _read_for(self, future: CallFuture, deadline: float | None) -> None:
-        """Take part in the reading: one of the threads that wait for a future does."""
+        """Read the connection for all waiting threads, if no other thread does."""
         me = threading.get_ident()
         if self._readers.setdefault(future.call, me) != me:
             return
@@ -354,7 +354,7 @@ class Caller:
             del self._readers[future.call]
 
     def _sleep(self, future: CallFuture, deadline: float | None) -> None:
-        """Wait where there is no connection to read from."""
+        """Wait without a connection to read from."""
         bell = Bell()
         future.on_done(bell.ring)
         with self._executor.waiting():
@@ -362,7 +362,7 @@ class Caller:
         self._expire()
 
     def _expire(self) -> None:
-        """Fail the calls whose time is up."""
+        """Fail the calls whose deadline has passed."""
         now = time.monotonic()
         with self._lock:
             if now < self._alarm:
@@ -375,7 +375,7 @@ class Caller:
             fail(pending, too_late(pending, self.timeout_error))
 
     def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:
-        """What an answer says; raises what it says was raised."""
+        """The result in a response; raises the exception in it."""
         try:
             message = self._codec.open(frame, peer.id)
         except (WorkerLostError, StaleReferenceError):
@@ -391,14 +391,14 @@ class Caller:
 
 
 def after(frame: Frame, value: Any) -> Any:
-    """The value of a frame, when all that has to come before is done."""
+    """The value of a frame, once everything it depends on has completed."""
     for wait in frame.waits:
         wait.wait()
     return value
 
 
 def account(freights: Iterable[Freight], *, arrived: bool) -> None:
-    """Tell those who keep books what became of a request."""
+    """Report the outcome of a request to the upper layers that track it."""
     for freight in freights:
         if arrived:
             freight.delivered()
@@ -407,20 +407,20 @@ def account(freights: Iterable[Freight], *, arrived: bool) -> None:
 
 
 def fail(pending: Pending, error: Exception) -> None:
-    """No answer came."""
+    """Complete it with an error: no response will come."""
     account(pending.freight, arrived=False)
     pending.answer.set_exception(error)
 
 
 def why_not_connected(error: TimeoutError) -> str:
-    """What kept a request from being sent; nothing, if it was."""
+    """Why a request could not be sent; empty if it was."""
     return str(error) if isinstance(error, NotConnected) else ""
 
 
 def too_late(
     pending: Pending, kind: type[CallTimeout], reason: str = ""
 ) -> CallTimeout:
-    """What a call ends with that was not answered in time."""
+    """The error of a call that timed out."""
     fate = pending.answer.fate
     return kind(describe(fate.what), fate.worker, pending.timeout, reason)
 

@@ -12,7 +12,7 @@ from typing import Any
 
 @dataclass(slots=True)
 class Pending:
-    """A call that waits for its answer."""
+    """A call that waits for its response."""
 
     call: int
     to: int
@@ -40,15 +40,15 @@ class CallsInFlight:
         self._pending[pending.call] = pending
 
     def answered(self, call: int) -> Pending | None:
-        """The call that this answers; None if it is no longer waited for."""
+        """The call that this responds to; None if it is no longer in flight."""
         return self._pending.pop(call, None)
 
     def expired(self, now: float) -> list[Pending]:
-        """The calls whose time is up; they are no longer waited for."""
+        """Remove and return the calls whose deadline has passed."""
         return self._take([p for p in self._pending.values() if p.deadline <= now])
 
     def worker_lost(self, worker: int) -> list[Pending]:
-        """The calls that will never be answered."""
+        """Remove and return the calls in flight to a lost worker."""
         return self._take([p for p in self._pending.values() if p.to == worker])
 
     def next_deadline(self) -> float:
@@ -63,7 +63,7 @@ class CallsInFlight:
 
 @dataclass(slots=True)
 class Seen:
-    """Which numbers have come. They grow by one, so only the gaps below the highest are kept.
+    """Which request numbers have arrived. Only the gaps below the highest one are stored.
 
     With `most`, no more than so many are kept above the lowest gap: older ones count as come.
     """
@@ -77,7 +77,7 @@ class Seen:
         return call < self._below or call in self._above
 
     def is_new(self, call: int) -> bool:
-        """Whether this is the first time; notes it."""
+        """Whether this number is new; records it."""
         if call in self:
             return False
         if call != self._below:

@@ -1,4 +1,4 @@
-"""Barrier and all-gather over workers, and the quiet at the end of a world.
+"""Barrier and all-gather over workers, and quiescence at the end of a world.
 
 One worker collects: the one with the lowest id. Everyone sends it a part and is answered with all
 parts once they are there. A worker that is gone is not waited for; if the collector goes, the
@@ -26,7 +26,7 @@ from .messages import GATHER, Gather
 
 @dataclass(slots=True)
 class Gathering:
-    """One all-gather under way."""
+    """One all-gather in progress."""
 
     expected: set[int]
     parts: dict[int, Any] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Gathering:
 
 @dataclass(slots=True)
 class Gatherings:
-    """Those under way at this worker."""
+    """The all-gathers in progress at this worker."""
 
     _open: dict[str, Gathering] = field(default_factory=dict)
 
@@ -50,14 +50,14 @@ class Gatherings:
     def part_came(
         self, key: str, worker: int, value: Any, *, expected: set[int], waiter: Any
     ) -> Gathering | None:
-        """The gathering, if this part completed it."""
+        """Add a part; the gathering if that completes it."""
         gathering = self._open.setdefault(key, Gathering(set(expected)))
         gathering.parts[worker] = value
         gathering.waiting.append(waiter)
         return self._close_if_complete(key)
 
     def worker_gone(self, worker: int) -> list[Gathering]:
-        """The gatherings that were waiting for no one else."""
+        """The gatherings that the loss of a worker completes."""
         done = []
         for key, gathering in list(self._open.items()):
             gathering.expected.discard(worker)
@@ -70,18 +70,18 @@ class Gatherings:
 
 
 class Party(Protocol):
-    """What is under way from a worker, of one kind."""
+    """One kind of work in flight from a worker, such as its calls."""
 
     @property
     def started(self) -> int:
-        """How many were ever begun."""
+        """How many have ever been started."""
 
     def wait_quiet(self) -> None:
-        """Wait until those are over."""
+        """Wait until they have all completed."""
 
 
 class Collectives:
-    """This worker's part in operations of all."""
+    """This worker's side of collective operations."""
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
@@ -101,7 +101,7 @@ class Collectives:
         self.all_gather(None, timeout)
 
     def settle(self, parties: Sequence[Party], timeout: float | None) -> None:
-        """Wait until all workers want to end and nothing is under way anywhere.
+        """Wait until all workers are ready to leave and nothing is in flight anywhere.
 
         That is so when each was quiet in two rounds and started nothing from one to the other. The
         count is taken before the quiet: whatever it includes has then ended.

@@ -1,4 +1,4 @@
-"""Requests that are held back for a moment, because what follows decides how they best travel.
+"""Requests that are deferred for a moment, so that the next one can travel in the same message.
 
 At most one per worker. It goes out before the next message to that worker, when someone waits, or
 `_HOLD` seconds later; unless whoever holds it takes it back, to send it in another way. It is only
@@ -30,7 +30,7 @@ class Held(NamedTuple):
 
 
 class HeldBack:
-    """The requests of one worker that wait for the next."""
+    """The deferred requests of one worker."""
 
     def __init__(self, executor: Executor, send: Callable[[Held], None]) -> None:
         self._executor = executor
@@ -43,7 +43,7 @@ class HeldBack:
         self._is_watched = False
 
     def hold(self, held: Held) -> None:
-        """Keep a request back if that pays; the one before it goes out."""
+        """Defer a request if that pays off, and send the one deferred before it."""
         with self._lock:
             before = self.requests.pop(held.peer.id, None)
             if before is not None or self._last:
@@ -63,7 +63,7 @@ class HeldBack:
             self._executor.look_at(time.monotonic() + _HOLD, self._look)
 
     def take(self, to: int, call: int) -> Held | None:
-        """A call's request, if it has not gone out; then it does not."""
+        """Take over a deferred request; None if it has been sent."""
         with self._lock:
             if call == self._last:
                 self._last = 0
@@ -74,7 +74,7 @@ class HeldBack:
             return self.requests.pop(to)
 
     def drop(self, to: int) -> Held | None:
-        """What is held back for a worker that is no more."""
+        """Drop what is deferred for a lost worker."""
         with self._lock:
             return self.requests.pop(to, None)
 
@@ -84,18 +84,18 @@ class HeldBack:
             return list(held.values())
 
     def flush(self, to: int) -> None:
-        """Send what is held back for a worker."""
+        """Send what is deferred for a worker."""
         held = self.drop(to) if self.requests else None
         if held is not None:
             self._send(held)
 
     def flush_all(self) -> None:
-        """Send all that is held back."""
+        """Send everything that is deferred."""
         for to in list(self.requests):
             self.flush(to)
 
     def _look(self) -> None:
-        """Now and then, while requests are held back: see to those that nobody takes."""
+        """A timer while requests are deferred: sends those that no one has taken."""
         now = time.monotonic()
         with self._lock:
             self._is_watched = bool(self._since)

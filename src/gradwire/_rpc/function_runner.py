@@ -21,7 +21,7 @@ from .serial import turns_of
 
 
 class Later:
-    """A result that is not there yet. `begin` is called once someone waits for it."""
+    """A result that is still pending. `begin` is called once a callback is registered."""
 
     __slots__ = ("begin", "future")
 
@@ -47,7 +47,7 @@ class Runner:
         """Around a wait: the thread does not count meanwhile."""
 
     def run(self, sender: int, call: Call) -> Any:
-        """What the function returns that a worker asks for; `Later` if it is asynchronous.
+        """Run the function of a call; its result, or `Later` if it is asynchronous.
 
         Raises:
             Exception: what it raises.
@@ -57,7 +57,7 @@ class Runner:
         return self.run_function(self.find(call.function, sender), call)
 
     def run_method(self, value: Any, call: Call, sender: int) -> Any:
-        """What a method of an object returns; the call has its name.
+        """Run the method of an object that a call names.
 
         Raises:
             AttributeError: there is none.
@@ -78,7 +78,7 @@ class Runner:
         return result
 
     def run_function(self, function: Any, call: Call) -> Any:
-        """What a function returns for the arguments of a call, in its modes.
+        """Run a function with the arguments of a call, in the caller's modes.
 
         The frame right below the user's: anomaly mode formats all of them at each operation.
         """
@@ -94,7 +94,7 @@ class Runner:
             raise
 
     def find(self, function: Any, sender: int) -> Any:
-        """The function that was named, or is here itself."""
+        """The function of a call, looked up if it was sent by name."""
         if self._allow is None and self.audit is NO_AUDIT:
             return resolve(function) if type(function) is str else function
         with self._checked(function, sender) as caller:
@@ -131,7 +131,7 @@ class Runner:
         self.audit.write("call", by=caller, function=name)
 
     def returned(self, function: Any, call: Call, value: Any) -> Any:
-        """What is to be sent of what a function returned."""
+        """Convert what a function returned into what is sent."""
         if type(value) is types.CoroutineType:
             steps = (
                 value if call.modes is None else torch_modes.carried(value, call.modes)
@@ -147,7 +147,7 @@ class Runner:
         return value
 
     def raised(self, function: Any, error: Exception) -> None:
-        """A function raised this. To have the caller get another error, raise that."""
+        """A hook for exceptions of functions: raise another one to replace it."""
 
     def close(self) -> None:
         self._loops.close()

@@ -66,7 +66,7 @@ class Future(torch.futures.Future[Any]):
 
 
 class CallFuture(Future):
-    """The result of a call, when it comes."""
+    """The future result of a call."""
 
     def __init__(
         self, call: int, to: int, deadline: float, attend: Attend, fate: Fate
@@ -131,7 +131,7 @@ class CallFuture(Future):
         super().add_done_callback(callback)
 
     def on_done(self, wake: Callable[[], None]) -> None:
-        """Be woken at the end, without having looked at the result."""
+        """Register a wake-up for its completion, without marking the result as retrieved."""
         torch.futures.Future.add_done_callback(self, lambda _: wake())
 
     def set_exception(self, result: Exception) -> None:
@@ -156,7 +156,7 @@ class CallFuture(Future):
 
 
 class Fate:
-    """What was called and what became of it; lives exactly as long as the future."""
+    """What was called and its outcome; lives exactly as long as the future."""
 
     __slots__ = ("error", "seen", "what", "worker")
 
@@ -176,14 +176,14 @@ class Fate:
 
 
 class Failed(NamedTuple):
-    """Stands for a result, where it was an exception: that, without frames, and its traceback."""
+    """An exception in place of a result, without its frames but with its traceback as text."""
 
     error: BaseException
     trace: str
 
 
 def keepable(error: BaseException) -> Failed:
-    """An exception to be kept, with its text only: frames would keep what the function used."""
+    """An exception to store: its traceback as text, as frames keep local variables alive."""
     trace = text_of(error)
     twin = fresh_copy(error).with_traceback(None)
     # They have frames too; the text has it all.
@@ -192,7 +192,7 @@ def keepable(error: BaseException) -> Failed:
 
 
 def _without_frames(error: E) -> E:
-    """The same, and what led to it, without the frames they went through."""
+    """The same exception, and those it was caused by, without frames."""
     stack: list[BaseException | None] = [error]
     seen: set[int] = set()
     while stack:
@@ -205,14 +205,14 @@ def _without_frames(error: E) -> E:
 
 
 def wait_after(meanwhile: Callable[[], object] | None, future: CallFuture) -> Any:
-    """The result of a future; before that, do what there is to do."""
+    """Do something else first, then wait for a future."""
     if meanwhile is not None:
         meanwhile()
     return future.wait()
 
 
 def fresh_copy(error: E) -> E:
-    """Another exception just like it, to be raised: the first keeps no frames that way."""
+    """A copy of an exception, to be raised, so that the original collects no frames."""
     try:
         twin = copy.copy(error)
     except Exception:  # noqa: BLE001 user code
@@ -222,7 +222,7 @@ def fresh_copy(error: E) -> E:
 
 
 def _with_variables(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A callback that sees the context variables of where it was given."""
+    """Wrap a callback to run with the context variables of where it was registered."""
     if not callable(callback):
         return callback  # torch says what is wrong with it
     variables = contextvars.copy_context()
@@ -230,7 +230,7 @@ def _with_variables(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 async def _awaited(future: CallFuture) -> Any:
-    """The result, without blocking the event loop."""
+    """Await the result without blocking the event loop."""
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
 
@@ -313,7 +313,7 @@ class Loops:
 
 
 async def _contained(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """What it returns or raises; but a `SystemExit` would end the loop, for all that run in it."""
+    """Await a coroutine, and contain a `SystemExit`: it would end the loop for everyone."""
     try:
         return await coroutine
     except (SystemExit, KeyboardInterrupt) as error:

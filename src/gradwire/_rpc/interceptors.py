@@ -1,4 +1,4 @@
-"""What upper layers do about messages that leave and arrive.
+"""Hooks of the upper layers into messages that leave and arrive.
 
 The codec gives back what it found in a message: the tensors that require grad, and objects of some
 types that travel as a few numbers. Upper layers register an interceptor for each: a `Recorder`
@@ -19,18 +19,18 @@ from .._wire.messages import Call, TensorMessage
 
 
 class Carrier(Protocol):
-    """Turns objects of some types into numbers, and back."""
+    """Replaces objects of some types by numbers in a message, and restores them."""
 
     def load(
         self, thing: Any, to: int, is_reply: bool
     ) -> tuple[tuple[int, ...], Freight]:
-        """The numbers that stand for it on its way to a worker.
+        """The numbers that replace an object in a message to a worker.
 
         The freight of a reply is told of its end only if it was not sent: nobody answers a reply.
         """
 
     def unload(self, fields: tuple[int, ...], sender: int) -> tuple[Any, Wait | None]:
-        """What came, and what has to be waited for before it may be used."""
+        """The restored object, and what must complete before it may be used."""
 
 
 class Recorder(Protocol):
@@ -43,7 +43,7 @@ class Recorder(Protocol):
         """The context of this thread; None if there is none."""
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse what cannot be recorded. What is compiled from a signature can be.
+        """Refuse tensors that cannot be recorded; those of compiled signatures can be.
 
         Raises:
             TypeError: there is one.
@@ -52,7 +52,7 @@ class Recorder(Protocol):
     def leaving(
         self, context: Any, to: int, parcel: Parcel, tensors: Sequence[Tensor]
     ) -> None:
-        """A message of a context leaves, with these: what there is to say goes onto the parcel."""
+        """Record the tensors of an outgoing message; metadata goes onto the parcel."""
 
     def lost_arguments(self) -> None:
         """The arguments of a call require grad, and there is no context to record them in."""
@@ -61,14 +61,14 @@ class Recorder(Protocol):
         """So does the result of this request."""
 
     def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Any:
-        """A message of a context came, with these that are to require grad; the context.
+        """Record the tensors of an incoming message; returns its context.
 
         With a mark they get their history, in place; without, they are leaves.
         """
 
 
 class Replaced:
-    """The objects in one message that leaves for which numbers travel."""
+    """The objects in an outgoing message that are replaced by numbers."""
 
     __slots__ = ("_carrier", "_is_reply", "_to", "freight")
 
@@ -84,13 +84,13 @@ class Replaced:
         return fields
 
     def take_back(self) -> None:
-        """The message was not sent."""
+        """Undo: the message was not sent."""
         for freight in self.freight:
             freight.in_doubt()
 
 
 class Restored:
-    """The objects in one message that arrived for which numbers travelled."""
+    """The objects in an incoming message that are restored from numbers."""
 
     __slots__ = ("_carrier", "_sender", "waits")
 
@@ -117,7 +117,7 @@ class InterceptedCodec:
         self.register_reducer = codec.register_reducer
 
     def register(self, kind: int, message: type, *, in_context: bool = False) -> None:
-        """Teach it a message of an upper layer.
+        """Register a message type of an upper layer.
 
         `in_context`: it belongs to the context in which it is sent, as calls do.
         """
@@ -126,11 +126,11 @@ class InterceptedCodec:
             self._in_context.add(message)
 
     def record_with(self, recorder: Recorder) -> None:
-        """Have the tensors of messages recorded."""
+        """Set the recorder of tensors."""
         self._recorder = recorder
 
     def carry(self, kinds: Sequence[type], carrier: Carrier) -> None:
-        """Have a carrier turn objects of exactly these types into numbers."""
+        """Register the carrier of objects of exactly these types."""
         self._codec.replace(
             kinds,
             lambda to, is_reply: Replaced(carrier, to, is_reply),
@@ -138,7 +138,7 @@ class InterceptedCodec:
         )
 
     def call(self, call: Call, manner: Manner) -> Parcel:
-        """A call as a parcel, in this thread's context.
+        """Encode a call, in this thread's context.
 
         Raises:
             TypeError: an argument cannot be sent.
@@ -157,7 +157,7 @@ class InterceptedCodec:
     def result(
         self, value: Any, manner: Manner, context: Any = None, request: Any = None
     ) -> Parcel:
-        """A result as a parcel, in the context of what it answers: this request."""
+        """Encode a result, in the context of the request it responds to."""
         if type(value) is TensorMessage:
             context = None
         is_traced = context is not None and is_grad_enabled()
@@ -169,7 +169,7 @@ class InterceptedCodec:
         return self._intercepted(encoded, context, manner)
 
     def message(self, message: Any, manner: Manner) -> Parcel:
-        """A message of an upper layer as a parcel."""
+        """Encode a message of an upper layer."""
         context = None
         # Without gradients, what is asked for is sent without them, too.
         if type(message) in self._in_context and is_grad_enabled():
@@ -195,7 +195,7 @@ class InterceptedCodec:
         return parcel
 
     def open(self, frame: Frame, sender: int) -> Any:
-        """The message in a frame. It may be used after `frame.waits`.
+        """Decode the message in a frame. It may be used once `frame.waits` have completed.
 
         Raises:
             ProtocolError: the bytes make no sense.

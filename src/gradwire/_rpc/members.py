@@ -16,7 +16,7 @@ from .calls import Seen
 
 
 class Members:
-    """The living, and why the others are gone."""
+    """The workers that are alive, and why the others are gone."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -28,7 +28,7 @@ class Members:
         return f"<Members: {[card.name for card in self.cards()]}>"
 
     def add(self, card: Card) -> bool:
-        """Whether it is new."""
+        """Add a worker; whether it is new."""
         with self._lock:
             if card.id in self._cards or card.id in self._gone:
                 return False
@@ -37,7 +37,7 @@ class Members:
             return True
 
     def remove(self, worker: int, reason: str) -> Card | None:
-        """The card of a worker that is gone now; None if it was not there."""
+        """Remove a worker; its card, or None if it was not there."""
         with self._lock:
             card = self._cards.pop(worker, None)
             if card is not None:
@@ -93,7 +93,7 @@ _MOST_GAPS = 1 << 16  # requests that may overtake one of the same caller
 
 
 class Peer:
-    """Someone to talk to."""
+    """Another worker, as this one sees it."""
 
     __slots__ = ("_lock", "_numbers", "_seen", "card", "id", "manner", "name")
 
@@ -108,10 +108,10 @@ class Peer:
         self._lock = threading.Lock()
 
     def next_call(self) -> int:
-        """A number no other call of this worker has: whom it goes to, and a count."""
+        """A number for a call, unique to this worker: the callee's id and a counter."""
         return self.id << _NUMBER_BITS | next(self._numbers)
 
     def is_new(self, call: int) -> bool:
-        """Whether a request with this number comes for the first time."""
+        """Whether this is the first request with this number."""
         with self._lock:
             return self._seen.is_new(call & (1 << _NUMBER_BITS) - 1)

@@ -1,4 +1,4 @@
-"""What the calls layer says beyond calls and their answers."""
+"""Messages of the calls layer besides calls and their responses."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ def serial(cls: C) -> C:
 
 
 class Turns:
-    """A lock that is given in the order in which it was asked for, to whatever thread."""
+    """A fair lock: acquired in order of arrival, and released by any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -51,7 +51,7 @@ class Turns:
         self._waiting: deque[Bell] = deque()
 
     def take(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
-        """Wait for one's turn, inside of `waiting()`."""
+        """Acquire the lock, waiting inside `waiting()`."""
         with self._lock:
             if not self._is_taken:
                 self._is_taken = True
@@ -62,7 +62,7 @@ class Turns:
             bell.wait(None)
 
     def end(self) -> None:
-        """The next one's turn."""
+        """Release the lock to the next in line."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().ring()
@@ -76,7 +76,7 @@ _noting = threading.Lock()
 
 
 def turns_of(value: Any) -> Turns | None:
-    """Whose turn it is to run a method of an object; None if it is not serial."""
+    """The fair lock of a serial object; None if the object is not serial."""
     found = _turns.get(id(value))
     if found is None and getattr(type(value), _MARK, False):
         return _note(value)
@@ -84,7 +84,7 @@ def turns_of(value: Any) -> Turns | None:
 
 
 def made_serial(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What a function returns, as a serial object.
+    """Call a function and mark the object that it returns as serial.
 
     Raises:
         TypeError: it can have no weak references.

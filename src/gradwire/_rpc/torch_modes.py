@@ -74,7 +74,7 @@ _anomaly_users = 0
 
 @contextmanager
 def anomaly_mode(*, check_nan: bool) -> Iterator[None]:
-    """Have anomaly mode on. It is the process's: on for all, until the last who needs it is done.
+    """Turn on anomaly mode, which is global to the process, until its last user is done.
 
     Where it is on anyway, whoever switched it on will switch it off.
     """
@@ -96,7 +96,7 @@ def anomaly_mode(*, check_nan: bool) -> Iterator[None]:
 
 @coroutine
 def carried(steps: Coroutine[Any, Any, Any], modes: Modes) -> Generator[Any, Any, Any]:
-    """A coroutine with another worker's modes, in its own steps and in no one else's."""
+    """Wrap a coroutine so that another worker's modes apply to its own steps only."""
     resume: tuple[Callable[[Any], Any], Any] = steps.send, None
     while True:
         step, argument = resume

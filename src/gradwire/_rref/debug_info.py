@@ -1,4 +1,4 @@
-"""What there is to say about references, for people."""
+"""What `gw.rpc.debug_info()` and warnings say about references."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _origin(made_at: str) -> str:
 def debug_info(
     owned_values: OwnedValues, held_forks: HeldForks, name: Name
 ) -> dict[str, Any]:
-    """Values owned and who holds them, references held, and references on their way."""
+    """Values owned and their holders, references held, and references in transit."""
     owned = owned_values.info()
     for value in owned:
         value["holders"] = sorted({name(h) for h in value["forks"].values()})

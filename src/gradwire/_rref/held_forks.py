@@ -22,7 +22,7 @@ from .owned_values import OwnedValues
 
 
 class Creation(CallFuture):
-    """The answer to the call that makes a value; tells if there will be none."""
+    """The outcome of the call that creates a value."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Creation(CallFuture):
 
 
 class Fork:
-    """This worker's hold on a value of another."""
+    """This worker's hold on another worker's value."""
 
     __slots__ = ("_let_go", "creation", "holding", "owner")
 
@@ -91,7 +91,7 @@ PATIENCE = 10.0  # seconds before the receiver of a reply is asked what became o
 
 
 class HeldForks:
-    """References in the hands of one worker.
+    """All forks that one worker holds.
 
     Handles end anywhere, also while a lock is held, because Python's garbage collector runs
     anywhere. So their end is only put into `events`, a queue that may be written to at any point;
@@ -119,12 +119,12 @@ class HeldForks:
             return self._ledger.new_fork(owner)
 
     def wake(self) -> None:
-        """There is something to say."""
+        """Wake the notifier: there are notes to send."""
         self.watch()
         self.events.put(None)
 
     def create(self, owner: WorkerInfo, made_at: str) -> Fork:
-        """The first fork of a value that is to be made there; made at a line of code."""
+        """The first fork of a value that a call will create; `made_at` is a line of code."""
         self.watch()
         with self._lock:
             number = self._ledger.new_fork(owner.id)
@@ -140,7 +140,7 @@ class HeldForks:
     def take(
         self, holding: Holding, owner: WorkerInfo, made_at: str, *, is_counted: bool
     ) -> Fork:
-        """A fork that is this worker's from now on; whether its owner knows of it."""
+        """Take over a fork that arrived; whether the owner has registered it."""
         self.watch()
         with self._lock:
             if holding.owner not in self._gone:
@@ -148,7 +148,7 @@ class HeldForks:
         return Fork(holding, owner, self.events.put)
 
     def fork_counted(self, holding: Holding) -> None:
-        """Its owner knows of it."""
+        """The owner has registered it."""
         with self._lock:
             self._ledger.fork_counted(holding.owner, holding.fork)
 
@@ -163,7 +163,7 @@ class HeldForks:
         return token
 
     def child_settled(self, token: int, arrived: bool) -> None:
-        """It has come, or never will."""
+        """It has arrived, or never will."""
         with self._lock:
             self._doubts.pop(token, None)
             self._expected.discard(token)
@@ -171,13 +171,13 @@ class HeldForks:
         self._release(over)
 
     def child_doubted(self, token: int) -> None:
-        """Whether it has come is not known: ask."""
+        """It is unknown whether it arrived: ask the receiver."""
         with self._lock:
             self._doubts[token] = time.monotonic()
         self.wake()
 
     def child_expected(self, token: int, ask_after: float) -> None:
-        """The receiver has said that it may still come: ask again."""
+        """The receiver says that it may still arrive: ask again."""
         with self._lock:
             if token in self._ledger.transits():  # and not settled meanwhile
                 self._doubts[token] = time.monotonic() + ask_after
@@ -190,7 +190,7 @@ class HeldForks:
         self.wake()
 
     def creation_failed(self, holding: Holding, why: str) -> None:
-        """Tell an owner not to wait for the call that was to make a value."""
+        """Tell the owner that the call which creates a value will not come."""
         with self._lock:
             self._outbox.add_failed(holding.owner, holding.value, why)
         self.wake()
@@ -226,7 +226,7 @@ class HeldForks:
                 self._outbox.put_back(worker, notes)
 
     def take_doubts(self, until: float) -> dict[int, Transit]:
-        """The references whose receivers are to be asked now, by token."""
+        """The references in doubt whose receivers should be asked now, by token."""
         now = time.monotonic()
         with self._lock:
             due = [
@@ -245,7 +245,7 @@ class HeldForks:
 
     @property
     def is_quiet(self) -> bool:
-        """Whether there is nothing to say, nor on its way but what its receiver waits for."""
+        """Whether all notes are sent, and only expected references are in transit."""
         with self._lock:
             return not self._outbox and self._expected.issuperset(
                 self._ledger.transits()
@@ -273,7 +273,7 @@ class HeldForks:
 
 @dataclass(slots=True)
 class Outbox:
-    """What is still to be said, by worker."""
+    """Notes that have not been sent yet, by worker."""
 
     _waiting: dict[int, Notes] = field(default_factory=dict)
 
@@ -290,12 +290,12 @@ class Outbox:
         self._for(owner).failed.append((value, why))
 
     def take(self) -> dict[int, Notes]:
-        """What is to be said now."""
+        """Take the notes to send now."""
         taken, self._waiting = self._waiting, {}
         return taken
 
     def put_back(self, worker: int, notes: Notes) -> None:
-        """It was not answered."""
+        """Put notes back that were not acknowledged."""
         again = self._for(worker)
         again.released.extend(notes.released)
         again.received.extend(notes.received)

@@ -1,4 +1,4 @@
-"""The books about references: who holds what, and when a value may be dropped.
+"""The ledgers of references: who holds what, and when a value may be dropped.
 
 Pure: no I/O, no locks, no clock. Events come in as method calls, what must follow goes out as
 return values, which `service.py` carries out. Two promises, from docs/protocol.md:
@@ -34,7 +34,7 @@ class Holding(NamedTuple):
 
 
 class Transit(NamedTuple):
-    """A reference on its way to another worker."""
+    """A reference in transit to another worker."""
 
     child: Holding
     """What the receiver will have; fork 0 if it is the owner, who needs none."""
@@ -62,7 +62,7 @@ class OwnerLedger:
         return dict(self._holders.get(value, {}))
 
     def is_over(self, fork: int) -> bool:
-        """Whether a fork was released; for the first fork of a value: it will not be made again."""
+        """Whether a fork has been released; a first fork's value is not created again."""
         return number_of(fork) in self._over[maker_of(fork)]
 
     def was_given(self, value: int, fork: int, worker: int) -> bool:
@@ -82,18 +82,18 @@ class OwnerLedger:
         return worker in (holder, maker_of(fork))
 
     def may_come(self, value: int) -> bool:
-        """Whether a value that is not here may still be made by its creator's call."""
+        """Whether a missing value may still be created by its creator's call."""
         return maker_of(value) not in self._gone and not self.is_over(value)
 
     def fork_added(self, value: int, fork: int, holder: int) -> bool:
-        """Whether the fork is counted; the value is here, or may come."""
+        """Register a fork; whether it counts, as the value exists or may still come."""
         if holder in self._gone or self.is_over(fork):
             return False
         self._holders.setdefault(value, {})[fork] = holder
         return True
 
     def fork_released(self, value: int, fork: int) -> bool:
-        """Whether this was the last one, so that the value is to be dropped."""
+        """Release a fork; whether it was the last one, so that the value must be dropped."""
         if not self._over[maker_of(fork)].is_new(number_of(fork)):
             return False
         holders = self._holders.get(value)
@@ -105,7 +105,7 @@ class OwnerLedger:
         return not holders
 
     def worker_gone(self, worker: int) -> list[int]:
-        """The values to be dropped, because only that worker held them."""
+        """Remove a lost worker; the values to drop, which only it held."""
         self._gone.add(worker)
         forks = [
             (value, fork)
@@ -153,37 +153,37 @@ class UserLedger:
         return len(self._held)
 
     def new_fork(self, owner: int) -> int:
-        """The id of a fork that nobody has yet."""
+        """A fork id that has never been used."""
         numbers = self._numbers.setdefault(owner, itertools.count(1))
         return fork_id(self.me, next(numbers))
 
     def holdings(self) -> dict[Holding, str]:
-        """What there are handles to, and where they were made."""
+        """All forks with live handles, and where these were made."""
         return {h.holding: h.made_at for h in self._held.values() if h.in_use}
 
     def transits(self) -> dict[int, Transit]:
-        """What is on its way, by token."""
+        """The references in transit, by token."""
         return dict(self._transits)
 
     def child_came(self, sender: int, token: int) -> bool:
-        """Whether a reference may be taken; not if its sender was told that it is not here."""
+        """Whether an arriving reference is valid; not if its sender was told that it is missing."""
         self._asked.pop((sender, token), None)
         return self._came[sender].is_new(number_of(token))
 
     def fork_came(
         self, holding: Holding, made_at: str = "", *, is_counted: bool = True
     ) -> None:
-        """There is a handle to a fork."""
+        """A fork has a handle now."""
         self._held[holding.owner, holding.fork] = _Held(holding, made_at, is_counted)
 
     def fork_counted(self, owner: int, fork: int) -> None:
-        """The owner has counted a fork in."""
+        """The owner has registered a fork."""
         held = self._held.get((owner, fork))
         if held is not None:
             held.is_counted = True
 
     def handle_dropped(self, owner: int, fork: int) -> list[Holding]:
-        """What is to be released now that nobody here uses a fork."""
+        """The last handle of a fork is gone; the forks to release now."""
         held = self._held.get((owner, fork))
         if held is None:
             return []
@@ -191,7 +191,7 @@ class UserLedger:
         return self._let_go(held)
 
     def child_left(self, transit: Transit) -> int:
-        """A token for a reference that leaves. Its parent stays until the token is settled.
+        """A token for a departing reference. Its parent is kept until the token is settled.
 
         Like the id of a fork: whom it goes to, and a count of what goes there.
         """
@@ -204,7 +204,7 @@ class UserLedger:
         return token
 
     def child_settled(self, token: int, arrived: bool) -> list[Holding]:
-        """What is to be released now that the fate of a reference on its way is known."""
+        """The outcome of a reference in transit is known; the forks to release now."""
         transit = self._transits.pop(token, None)
         if transit is None:
             return []
@@ -219,7 +219,7 @@ class UserLedger:
     def fork_asked(
         self, asker: int, token: int, key: tuple[int, int], underway: set[int]
     ) -> bool | None:
-        """Whether the fork of this owner is here; None if it may still come, or be counted in.
+        """Whether a fork of this owner has arrived; None if it may still do so, or be registered.
 
         It may come in the answer to a call to the asker that was under way when it first asked.
         """
@@ -233,7 +233,7 @@ class UserLedger:
         return False
 
     def worker_gone(self, worker: int) -> list[Holding]:
-        """What is to be released: references that have nowhere to go now, and their parents."""
+        """The forks to release: references in transit to a lost worker, and their parents."""
         self._gone.add(worker)
         self._held = {k: h for k, h in self._held.items() if k[0] != worker}
         self._asked.clear()  # who still wants to know asks again

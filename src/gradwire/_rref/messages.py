@@ -1,4 +1,4 @@
-"""What workers say to each other about references. docs/protocol.md draws the flows.
+"""Messages about references. docs/protocol.md draws the flows.
 
 A fork is one worker's hold on a value of another. Its id is a number: the worker that made it, and
 a count of the forks that one made for this owner. A value that `remote` makes has the id of its
@@ -31,13 +31,13 @@ def number_of(fork: int) -> int:
 
 
 def spell(fork: int) -> str:
-    """For people: maker.number."""
+    """A fork id as people read it: maker.number."""
     return f"{maker_of(fork)}.{number_of(fork)}"
 
 
 @dataclass(slots=True)
 class Create(Call):
-    """Creator → owner: call this and keep the result. Answered when the function has returned.
+    """Creator → owner: call this and keep the result. Acknowledged when the function has returned.
 
     ids: the value, and if the function is the name of a method, the value and fork it belongs to.
     """
@@ -72,7 +72,7 @@ class Adopt:
 
 @dataclass(frozen=True, slots=True)
 class Notes:
-    """Any worker → another: what can wait a moment, so that it goes together."""
+    """Any worker → another: notes that can wait for a moment, in one batch."""
 
     released: list[tuple[int, int]]
     """Holder → owner: values and forks of them that are held no more."""
@@ -84,7 +84,7 @@ class Notes:
 
 @dataclass(frozen=True, slots=True)
 class Recall:
-    """Sender → receiver: a fork was on its way to you; do you have it?
+    """Sender → receiver: a fork was in transit to you; has it arrived?
 
     Answered with yes, no, or None: it may still come, ask again.
     """

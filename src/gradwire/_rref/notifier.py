@@ -1,4 +1,4 @@
-"""Says what is to be said about references: gathers notes for a moment, sends, sends again.
+"""Sends notes about references: batches them for a moment, sends, retries.
 
 One thread, started with the first reference, which reads what `HeldForks` puts into its queue.
 """
@@ -22,7 +22,7 @@ _LOOK = 0.25  # seconds between looks at what is unanswered
 
 
 class Notifier:
-    """Tidies up behind the references of one worker."""
+    """The background thread that sends the notes of one worker."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Notifier:
         held_forks.watch = self.start
 
     def start(self) -> None:
-        """Have a thread, if there is none yet."""
+        """Start the thread, if it does not run yet."""
         if self._started.acquire(blocking=False):
             self._host(self._run)
 
     def tidy(self, *, ask_until: float = 0.0) -> None:
-        """Say all there is to say now; ask about all that is in doubt until then."""
+        """Send all notes now, and ask about all references in doubt."""
         with self._tidying:
             self._look_at_answers()
             self._held_forks.handles_dropped(self._take_dropped())
@@ -83,7 +83,7 @@ class Notifier:
                 self.tidy()
 
     def _sleep(self) -> None:
-        """Until there is something to do; then gather for a while."""
+        """Sleep until there are notes; then batch them for a while."""
         try:
             item = self._queue.get(timeout=_LOOK if self._is_waiting() else None)
         except Empty:
@@ -142,7 +142,7 @@ _AGAIN = object()
 
 
 def _outcome(answer: CallFuture) -> object:
-    """What was answered; _AGAIN if nothing was; False if nothing will be."""
+    """The response; _AGAIN if there was none; False if there never will be."""
     try:
         return answer.value()
     except CallTimeout:

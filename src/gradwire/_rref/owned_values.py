@@ -75,7 +75,7 @@ class OwnedValue:
         self._end(None, keepable(error))
 
     def get(self) -> Any:
-        """The value, which is ready; raises what its making raised."""
+        """The value, which is ready; raises what its creation raised."""
         if self._failed is not None:
             error, trace = self._failed
             kind = type(error).__qualname__
@@ -91,7 +91,7 @@ class OwnedValue:
         return self._result if self._failed is None else self._failed
 
     def when_ready(self, callback: Callable[[], object]) -> None:
-        """Call `callback` when it is there or has failed; at once if it is."""
+        """Call `callback` when the value is ready or has failed; at once if it already is."""
         with self._lock:
             if not self.is_ready:
                 self._waiting.append(callback)
@@ -99,7 +99,7 @@ class OwnedValue:
         callback()
 
     def wait(self, executor: Executor, seconds: float) -> Any:
-        """The value, when it is there.
+        """Wait for the value.
 
         Raises:
             CallTimeout: not within so many seconds; 0 is for ever.
@@ -118,7 +118,7 @@ class OwnedValue:
         return self.get()
 
     def give_up(self, seconds: float) -> NoReturn:
-        """It did not come within so many seconds."""
+        """Fail: it was not created in time."""
         what = f"the function that makes value {spell(self.id)}"
         raise CallTimeout(what, self.owner.name, seconds)
 
@@ -134,7 +134,7 @@ class OwnedValue:
 
 
 def part_of(value: Any, part: str) -> Any:
-    """What was asked for of a value: itself, its type, or only that it is there."""
+    """The requested part of a value: itself, its type, or only whether it exists."""
     if part == "nothing":
         return None
     return type(value) if part == "type" and type(value) is not Failed else value
@@ -158,7 +158,7 @@ class OwnedValues:
         )
 
     def new(self) -> OwnedValue:
-        """A value made here, still to come."""
+        """A value of this worker that is still being created."""
         number = fork_id(self._me.id, next(self._numbers))
         with self._lock:
             self._ledger.fork_released(number, number)  # it is a value's, not a fork's
@@ -166,7 +166,7 @@ class OwnedValues:
             return owned
 
     def begin(self, number: int, creator: int) -> OwnedValue:
-        """The call that makes a value has come."""
+        """The call that creates a value has arrived."""
         with self._lock:
             owned = self._get(number) or OwnedValue(number, self._me)
             self._awaited.pop(number, None)
@@ -196,7 +196,7 @@ class OwnedValues:
             return self._get(number) or self._await(number)
 
     def use(self, number: int, fork: int, sender: int) -> OwnedValue:
-        """The value, for a handle here; the fork that brought it here is over."""
+        """The value, for a handle on this worker; releases the fork that it came with."""
         owned = self.find(number, fork, sender)
         with self._lock:
             self._used[number] = owned
@@ -213,7 +213,7 @@ class OwnedValues:
         return fork
 
     def adopt(self, number: int, fork: int, holder: int) -> bool:
-        """Whether a fork that another holder made is counted."""
+        """Register a fork that another holder made; whether it counts."""
         with self._lock:
             if not self._ledger.can_pass_on(number, maker_of(fork)):
                 return False
@@ -237,7 +237,7 @@ class OwnedValues:
         del dropped  # not under the lock: a value's end may be the user's code
 
     def creation_failed(self, number: int, why: str) -> None:
-        """The call that makes a value comes now or never."""
+        """The call that creates a value will not come, unless it is here already."""
         with self._lock:
             owned = self._awaited.pop(number, None)
             if owned is not None or self._get(number) is None:
@@ -247,7 +247,7 @@ class OwnedValues:
             owned.fail(GradwireError(text))
 
     def worker_gone(self, worker: WorkerInfo) -> None:
-        """Drop what only that worker held; what it was to make will not come."""
+        """Drop what only the lost worker held, and fail what it was to create."""
         with self._lock:
             over = self._ledger.worker_gone(worker.id)
             dropped = [self._kept.pop(value, None) for value in over]
@@ -258,7 +258,7 @@ class OwnedValues:
             owned.fail(WorkerLostError(worker.name, "it was to make this value"))
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Drop everything."""
         with self._lock:
             values = self._values()
             self._kept, self._awaited = {}, {}
@@ -268,7 +268,7 @@ class OwnedValues:
         del values
 
     def info(self) -> list[dict[str, Any]]:
-        """The living values and who holds them, for people."""
+        """The live values and their holders, for `debug_info`."""
         with self._lock:
             values = sorted(self._values().items())
             return [
@@ -284,7 +284,7 @@ class OwnedValues:
             ]
 
     def lent(self) -> list[dict[str, Any]]:
-        """The values that others hold."""
+        """The values that other workers hold."""
         return [value for value in self.info() if value["forks"]]
 
     def _get(self, number: int) -> OwnedValue | None:

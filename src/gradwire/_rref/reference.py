@@ -87,15 +87,15 @@ class RRef(Generic[T]):
 
     @staticmethod
     def explain(error: Exception) -> Exception:
-        """What uses of a reference raise if the call that makes its value has failed."""
+        """The exception that uses of a reference raise if the creation of its value failed."""
         return error
 
     def owner(self) -> WorkerInfo:
-        """Who has the value."""
+        """The worker that has the value."""
         return self._core.owner
 
     def owner_name(self) -> str:
-        """The name of who has the value."""
+        """The name of the worker that has the value."""
         return self._core.owner.name
 
     def is_owner(self) -> bool:
@@ -111,7 +111,7 @@ class RRef(Generic[T]):
             return False
 
     def check(self) -> None:
-        """Raises why it cannot be passed on: the call that was to make its value failed."""
+        """Raise why it cannot be passed on, if the creation of its value failed."""
         if not isinstance(self._core, OwnedValue):
             _ = self._core.is_confirmed
 

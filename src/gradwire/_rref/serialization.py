@@ -1,4 +1,4 @@
-"""References in messages: what stands for them on the way, and what both ends do about them.
+"""References in messages: the numbers that replace them, and the bookkeeping at both ends.
 
 A reference travels as five numbers: its owner, its value, the fork that the receiver will have (0
 if that is the owner), a token by which the sender may ask for it, and 1 in replies: the receiver
@@ -43,7 +43,7 @@ class ReferenceCarrier:
     def load(
         self, thing: Any, to: int, is_reply: bool
     ) -> tuple[tuple[int, ...], SentReference]:
-        """The numbers for a reference that leaves.
+        """Replace a departing reference by numbers.
 
         Raises:
             WorkerLostError: its owner is gone.
@@ -66,7 +66,7 @@ class ReferenceCarrier:
     def unload(
         self, fields: tuple[int, ...], sender: int
     ) -> tuple[RRef[Any], PendingFork | None]:
-        """The reference that came.
+        """Restore an arriving reference.
 
         Raises:
             StaleReferenceError: its value is gone, or its sender has given it up.
@@ -124,7 +124,7 @@ class SentReference:
 
 
 class PendingFork:
-    """A fork on its way to be counted in (a `Wait` of `_wire/frames.py`)."""
+    """A fork that is being registered with its owner (a `Wait` of `_wire/frames.py`)."""
 
     def __init__(
         self, carrier: ReferenceCarrier, holding: Holding, sender: int, token: int

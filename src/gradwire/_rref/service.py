@@ -94,7 +94,7 @@ class References:
     # What users do
 
     def own(self, value: Any) -> OwnedValue:
-        """A value of this worker, to be referred to.
+        """Register a value of this worker.
 
         Raises:
             ClosedError: it is shut down.
@@ -124,7 +124,7 @@ class References:
         return self._agent.ask(core.owner.id, message, timeout)
 
     def _fetch_new(self, core: Fork, timeout: float | None, part: str) -> Any:
-        """A value whose making is not confirmed; in one message, if that has not been sent."""
+        """Fetch a value whose creation is unconfirmed; in one message, if that was deferred."""
         caller, creation = self._agent.caller, core.creation
         held = caller.take_held(creation) if creation and part == "value" else None
         if held is not None:
@@ -144,7 +144,7 @@ class References:
             raise
 
     def _until_made(self, creation: CallFuture | None, timeout: float | None) -> float:
-        """How long to wait for a value: not longer than for its making."""
+        """How long to wait for a value: no longer than its creation may take."""
         seconds = self._timeout if timeout is None else timeout
         if creation is None or creation.deadline == float("inf"):
             return seconds
@@ -232,7 +232,7 @@ class References:
         timeout: float | None,
         keep: Core | None = None,
     ) -> RRef[Any]:
-        """Have a value made; a reference to it. What its making needs is kept meanwhile."""
+        """Start the creation of a value; a reference to it. Arguments are kept alive meanwhile."""
         of = core.holding if isinstance(core, Fork) else core
         failed = partial(self._creation_failed, of)
         # Likely the next thing is to ask for the value: let them go together.
@@ -288,7 +288,7 @@ class References:
         return self._runner.run_method(target, message, sender)
 
     def _target(self, ids: Any, sender: int) -> Any:
-        """The value that a method is called of."""
+        """The value whose method is called."""
         number, fork = ids
         return self.owned_values.find(number, fork, sender).wait(self._executor, 0)
 
@@ -300,7 +300,7 @@ class References:
         return Later(self._when_ready(owned, part))
 
     def _when_ready(self, owned: OwnedValue, part: str) -> CallFuture:
-        """The future of what is to be sent of a value."""
+        """The future of the requested part of a value."""
         future = self._agent.caller.local_future(Fetch, self.me.name)
         owned.when_ready(lambda: future.set_result(part_of(owned.give(), part)))
         return future
@@ -330,16 +330,16 @@ class References:
 
     @property
     def unconfirmed(self) -> int:
-        """Values that were asked for and are not known to have been made."""
+        """Values whose creation has not been confirmed."""
         return sum(isinstance(a, Creation) for a in self._agent.caller.answers())
 
     @property
     def started(self) -> int:
-        """Notes about references ever sent from here."""
+        """How many notes about references were sent from here."""
         return self.notifier.said
 
     def wait_quiet(self) -> None:
-        """Wait until all is said about references that are no more or on their way."""
+        """Wait until all notes are delivered and no reference is in transit."""
         if self.held_forks.holdings():
             gc.collect()  # those in cycles
         while True:
@@ -357,14 +357,14 @@ class References:
                 time.sleep(0.005)  # a receiver will tell us, or can be asked again
 
     def _note_leaks(self) -> None:
-        """Remember what is held now; those who have left already do not make it less."""
+        """Record what is held now, including values of workers that have already left."""
         self.lent = self.owned_values.lent()
         gone = [h for h in self._leaked if self._agent.members.get(h.owner) is None]
         left = {holding: self._leaked[holding] for holding in gone}
         self._leaked = left | self.held_forks.holdings()
 
     def let_go_of_all(self) -> None:
-        """Give up all that is held here, also what there are handles to."""
+        """Release everything held here, even with live handles."""
         held = self.held_forks.holdings()
         self.held_forks.handles_dropped([(h.owner, h.fork) for h in held])
 
@@ -393,7 +393,7 @@ def _invocation(core: Core, method: str, args: Any, kwargs: Any) -> Invoke:
 
 
 def _fork_of(core: Core) -> int:
-    """The fork to call a method by, 0 at the owner; raises why there is no value, if known."""
+    """The fork for a method call, 0 at the owner; raises why there is no value, if known."""
     if isinstance(core, OwnedValue):
         return 0
     _ = core.is_confirmed
@@ -401,6 +401,6 @@ def _fork_of(core: Core) -> int:
 
 
 def _keeping(core: Core | None, future: CallFuture) -> CallFuture:
-    """The future of a call that needs a fork: it lives until the answer is there."""
+    """The future of a call that uses a fork, which it keeps alive until the response."""
     future.keep = core
     return future

@@ -50,25 +50,25 @@ _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
 class Replaced(Protocol):
-    """What gives the numbers that travel for objects of some types in one message."""
+    """Replaces objects of some types in one message by numbers."""
 
     @property
     def freight(self) -> Sequence[Freight]:
-        """What keeps track of what becomes of them."""
+        """What the upper layer tracks about them."""
 
     def __call__(self, thing: Any) -> tuple[int, ...]:
-        """The numbers for one."""
+        """The numbers that replace an object."""
 
     def take_back(self) -> None:
-        """The message was not sent."""
+        """Undo: the message was not sent."""
 
 
 class Restored(Protocol):
-    """What makes such objects of their numbers."""
+    """Restores such objects from their numbers."""
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """What must be over before they may be used."""
+        """What must complete before they may be used."""
 
     def __call__(self, *numbers: int) -> Any:
         """The object."""
@@ -81,7 +81,7 @@ Opened = tuple[Any, Sequence[torch.Tensor], Restored | None]
 
 
 class Manner(NamedTuple):
-    """How to speak to a worker."""
+    """How messages to one worker are encoded."""
 
     plain: bool = False
     """It accepts no pickles."""
@@ -127,7 +127,7 @@ class Codec:
                 self._loaders[CUSTOM] = custom
 
     def register(self, kind: int, message: type) -> None:
-        """Teach it a message of an upper layer: a dataclass."""
+        """Register a message type of an upper layer: a dataclass."""
         if kind < FIRST_UPPER or kind > 255 or kind in self._types:
             raise ValueError(f"message code {kind} is taken or not between 16 and 255")
         self._kinds[message] = kind
@@ -145,7 +145,7 @@ class Codec:
         replacing: Callable[[int, bool], Replaced],
         restoring: Callable[[int], Restored],
     ) -> None:
-        """Have numbers travel for objects of exactly these types.
+        """Replace objects of exactly these types by numbers.
 
         Called for each message that is pickled: `replacing(to, is_reply)`, `restoring(sender)`.
         """
@@ -153,7 +153,7 @@ class Codec:
         self._replacing, self._restoring = replacing, restoring
 
     def call(self, call: Call, manner: Manner, *, is_traced: bool = False) -> Encoded:
-        """A call as a parcel; also of a message of an upper layer that is one.
+        """Encode a call, or a message of an upper layer that is one.
 
         `is_traced`: its tensors that require grad will have a history where they arrive.
 
@@ -193,7 +193,7 @@ class Codec:
             raise TypeError(f"arguments of {what} nest too deep") from error
 
     def result(self, value: Any, manner: Manner, *, is_traced: bool = False) -> Encoded:
-        """A result as a parcel."""
+        """Encode a result."""
         if type(value) is TensorMessage:
             return self._tensor_message(RESULT, value, manner)
         if self._custom is None:
@@ -206,7 +206,7 @@ class Codec:
     def failure(
         self, error: BaseException, manner: Manner, trace: str | None = None
     ) -> Parcel:
-        """An exception as a parcel: itself, if it can be sent, and what it says in any case."""
+        """Encode an exception: itself, if it can be pickled, and its text in any case."""
         same = manner.same_main
         pickler = PickleSerializer(self._reducers, same_main=same)
         failure = describe_failure(error, None if manner.plain else pickler, trace)
@@ -219,7 +219,7 @@ class Codec:
     def message(
         self, message: Any, manner: Manner, *, is_traced: bool = False
     ) -> Encoded:
-        """A message of an upper layer as a parcel."""
+        """Encode a message of an upper layer."""
         kind = self._kinds[type(message)]
         fields_of = self._fields.get(type(message))
         if fields_of is None:

@@ -1,4 +1,4 @@
-"""The unit that travels: a fixed header, a body, and an area of bulk bytes.
+"""The unit of transfer: a fixed header, a body, and an area for bulk bytes.
 
     offset  size  field
     0       1     version of this layout
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 class Freight(Protocol):
-    """A part of a parcel that an upper layer keeps books about. One of these is called, once."""
+    """A part of a message that an upper layer tracks. One of its methods is called, once."""
 
     def delivered(self) -> None:
         """The other side has it."""
@@ -58,7 +58,7 @@ class Wait(Protocol):
 
 
 class Parcel:
-    """A message ready to travel, but for where it goes.
+    """An encoded message, ready to be sent to any worker.
 
     What few have is left to the class: setting all would take longer than the rest.
     """
@@ -106,14 +106,14 @@ class Parcel:
         )
 
     def was_sent(self) -> None:
-        """Do what is to be done now that it has left."""
+        """Run the actions for when it has been sent."""
         for do in self.afterwards:
             do()
         if self.meanwhile is not None:
             self.meanwhile()
 
     def check(self, limits: Limits) -> None:
-        """Refuse here what the other side would refuse.
+        """Refuse what the receiver would refuse.
 
         Raises:
             ValueError: the message is larger than the options allow.
@@ -136,7 +136,7 @@ class Parcel:
 
 
 class Frame:
-    """A message that has arrived, not yet decoded. Like parcels, most have but a few fields."""
+    """A message that has arrived and is not decoded yet. Most set only a few of the fields."""
 
     scope = 0
     mark = 0
@@ -171,7 +171,7 @@ Header = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 def refusal(header: Header, most_body: int, most_bulk: int) -> ProtocolError:
-    """Why a header is none, or announces too much."""
+    """Why a header is invalid, or announces more than the limits."""
     version, _, _, body, _, _, _, bulk, _, _ = header
     if version != VERSION:
         return ProtocolError(f"frame of version {version}, this is version {VERSION}")
@@ -181,7 +181,7 @@ def refusal(header: Header, most_body: int, most_bulk: int) -> ProtocolError:
 
 
 def note(kind: int, segment: int = 0) -> bytes:
-    """A frame that is nothing but its header."""
+    """A frame that consists of its header only."""
     return Parcel(kind, 0, b"").header(0, segment)
 
 

@@ -28,7 +28,7 @@ _METHODS = (types.MethodType, types.BuiltinMethodType)  # made anew at every loo
 
 
 def main_fingerprint() -> str:
-    """Tells whether two workers run the same script; empty if there is none.
+    """A fingerprint that is equal on workers with the same main script; empty without one.
 
     What that has defined by now, whatever this worker is, the others have when they get here.
     """
@@ -48,7 +48,7 @@ _certain: tuple[types.ModuleType | None, frozenset[str]] | None = None
 
 
 def may_be_missing(qualname: str) -> bool:
-    """Whether another worker that runs the same script may lack this of it."""
+    """Whether another worker that runs the same script may lack this definition."""
     if _certain is None or _certain[0] is not sys.modules.get("__main__"):
         return False
     return qualname.partition(".")[0] not in _certain[1]
@@ -102,7 +102,7 @@ class Names:
 
 
 def resolve(name: str) -> Any:
-    """The object with that name, as it is now.
+    """The object that currently has this name.
 
     Raises:
         LookupError: there is no such module or attribute here.

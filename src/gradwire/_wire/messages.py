@@ -1,4 +1,4 @@
-"""What workers say to each other: a dataclass each.
+"""The messages of calls: one dataclass each.
 
 Codes below 16 are for this layer and the transports; upper layers register theirs from 16 on
 (`Codec.register`). Every message but `Result`, `Failure` and the notes is a request, and is

@@ -42,7 +42,7 @@ def write(tensor: torch.Tensor, data: bytes | memoryview) -> None:
 
 
 def no_memory(data: bytes | memoryview) -> int:
-    """The address of a new tensor that has none: of no matter, if nothing is to be put there.
+    """An address for a tensor without memory: it is never written to.
 
     Raises:
         RuntimeError: there is. To write to it all the same would end the process.

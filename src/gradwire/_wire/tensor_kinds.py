@@ -85,7 +85,7 @@ def is_known(name: object) -> bool:
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
-    """Whether it claims more elements than it has memory for."""
+    """Whether it has more elements than memory behind them."""
     return tensor.nbytes > tensor.untyped_storage().nbytes()
 
 
