@@ -29,12 +29,12 @@ RANKS = {
             "retries",
             "api",
             "rpc autograd local _script",
-            "fanout script",
+            "fanout script serving",
             "optim",
             "nn",
             "checkpoint",
             "training_loop",
-            "launch tools testing",
+            "launch tools testing ray",
             "compat",
         ]
     )

@@ -31,7 +31,6 @@ if _typing.TYPE_CHECKING:
         rpc_async,
         rpc_sync,
         shutdown,
-        stop_serving,
     )
     from .checkpoint import load, save
     from .errors import (
@@ -54,6 +53,7 @@ if _typing.TYPE_CHECKING:
     from .optim import DistributedOptimizer, GradScaler
     from .options import Options
     from .retries import idempotent
+    from .serving import stop_serving
     from .training_loop import resumable
     from .worker import Worker
 
@@ -114,7 +114,7 @@ __all__ = [
 _ORIGINS = (
     "_rpc.serial _rref.reference api checkpoint errors ids local nn optim".split()
 )
-_ORIGINS += ["options", "retries", "training_loop", "worker"]
+_ORIGINS += ["options", "retries", "serving", "training_loop", "worker"]
 
 
 def __getattr__(name: str) -> object:

@@ -47,6 +47,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _reducers: dict[type, Reducer] = {}
+_own_place: dict[str, Any] = {}
+"""Arguments of `init_rpc` where it is called without a place."""
 
 
 def init_rpc(  # noqa: PLR0913 torch's signature
@@ -89,6 +91,9 @@ def init_rpc(  # noqa: PLR0913 torch's signature
         raise ValueError(
             f"backend={backend!r}: there is one backend only, leave it out"
         )
+    if _own_place and not any((init_method, store)) and rank is world_size is None:
+        arguments = {**_own_place, **options}
+        return init_rpc(name, rpc_backend_options=rpc_backend_options, **arguments)
     given = rpc_backend_options or Options()
     settings = replace(given, **options) if options else given
     with hidden_frames, _starting:
@@ -99,16 +104,17 @@ def init_rpc(  # noqa: PLR0913 torch's signature
         rank = None if rank is not None and rank < 0 else rank
         place = find_place(init_method, store, rank, world_size, settings.join_timeout)
         if settings.min_workers is not None:
-            if world_size is not None:
-                raise ValueError(
-                    f"world_size={world_size} and min_workers={settings.min_workers}: a world "
-                    "has a fixed size or workers come and go, so leave one of them out"
-                )
-            place.size = None
+            place.let_come_and_go(settings.min_workers, world_size)
         name = _own_name(place.rank) if name is None else name
         worker = open_worker(name, place, settings, _enter_thread)
         adopt(worker)
         return worker
+
+
+def set_place(**arguments: Any) -> None:
+    """Say where `init_rpc` goes in this process when it is called without a place."""
+    global _own_place
+    _own_place = arguments
 
 
 def adopt(worker: Worker) -> None:
@@ -137,15 +143,6 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
         worker.shutdown(graceful, timeout)
     if worker is _process:
         _process = None
-
-
-def stop_serving() -> None:
-    """Have this worker's `serve` return; for others to call: `gw.rpc_sync("ps", gw.stop_serving)`.
-
-    Raises:
-        GradwireError: the world has a fixed size, and all leave together.
-    """
-    current_worker().stop_serving()
 
 
 def current_worker() -> Worker:

@@ -317,6 +317,11 @@ class Worker:
         """Call `callback(info)` for every worker that is gone. Returns what stops this."""
         return self._agent.gone.subscribe(callback)
 
+    def count_as_lost(self, number: int, reason: str) -> None:
+        """Take the word of one who watches a worker from outside that it is lost."""
+        if number != self.id:
+            self._agent.lost(number, reason)
+
     def wait_for(self, name: str, lost: int, deadline: float) -> bool:
         """Wait until the name of a worker that was lost is another's; whether that came in time.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire._transport.cluster_environments import cluster_place, host_names
 from gradwire._transport.stores import find_place
+from gradwire.api import enter, set_place
 from tests.processes import Processes
 from tests.worlds import LIMIT, free_port
 
@@ -190,3 +192,16 @@ def test_a_world_meets_without_arguments(tmp_path: Path, name: str, rank: str) -
         assert [p.output for p in started] == ["worker0 of 2\n", "worker1 of 2\n"]
     finally:
         processes.close()
+
+
+def test_a_process_can_be_told_its_place() -> None:
+    before = enter(None)
+    set_place(store=HashStore(), rank=0, world_size=1, torch_threads=0)
+    try:
+        with gw.init_rpc(timeout=7) as worker:
+            assert (worker.name, worker.options.timeout) == ("worker0", 7)
+        with gw.init_rpc("a", store=HashStore(), rank=0, world_size=1) as worker:
+            assert worker.options.torch_threads is None
+    finally:
+        set_place()
+        enter(before)

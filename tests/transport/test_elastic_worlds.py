@@ -1,9 +1,11 @@
 """How workers join and leave worlds that have no fixed size."""
 
+import gc
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
@@ -222,3 +224,40 @@ def test_a_fixed_and_an_elastic_world_share_a_store() -> None:
     ):
         assert guest.get_worker_infos() == [("guest", 0)]
         talk(fixed)
+
+
+class TableStore(Store):
+    """A store written in Python, which only its world holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._table: dict[str, bytes] = {}
+
+    def set(self, key: str, value: Any) -> None:
+        self._table[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self._table[key]
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._table.get(key, b"0")) + amount
+        self._table[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        if self._table.get(key, b"") == expected:
+            self._table[key] = desired
+        return self._table[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._table for key in keys)
+
+
+def test_a_store_written_in_python_lives_as_long_as_its_world() -> None:
+    place = elastic(TableStore())
+    first = join_world("first", place)
+    second = join_world("second", place)
+    del place
+    gc.collect()
+    talk([first, second])
+    close_world([first, second])

@@ -83,7 +83,9 @@ def test_a_server_ends_when_it_is_told_to(store: Store) -> None:
     with join("trainer", store) as trainer:
         with meanwhile(*serve("server", store=store)):
             wait_until(lambda: len(trainer.get_worker_infos()) == 2)
-            trainer.rpc_sync("server", gw.stop_serving)
+            before = enter(trainer)
+            gw.stop_serving("server")
+            enter(before)
         wait_until(lambda: len(trainer.get_worker_infos()) == 1)
 
 
@@ -93,7 +95,7 @@ def test_in_a_world_of_fixed_size_serving_is_leaving_together() -> None:
         with world.as_worker(0):
             assert gw.rpc_sync("worker1", max, (1, 2)) == 2
             with pytest.raises(gw.GradwireError, match="all leave it together"):
-                gw.rpc_sync("worker1", gw.stop_serving)
+                gw.stop_serving("worker1")
         world[0].shutdown()
 
 

@@ -104,6 +104,9 @@ class Meeting:
         self._least = options.min_workers or 1
         self._patience = options.join_timeout
         self._deadline = time.monotonic() + options.join_timeout
+        self._whole: Store | None = (
+            place.store
+        )  # what is written in Python lives no longer
         self._world: Store | None = PrefixStore(
             f"gradwire/{options.world}", place.store
         )
@@ -413,4 +416,4 @@ class Meeting:
 
     def _let_go(self) -> None:
         """Free the store, so that its host can open another at the same port."""
-        self._world = self._round = None
+        self._whole = self._world = self._round = None

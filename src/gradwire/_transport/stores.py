@@ -46,6 +46,19 @@ class Place:
     where: str = "the store"
     """For people."""
 
+    def let_come_and_go(self, least: int, given_size: int | None) -> None:
+        """Make it a place for an elastic world, whatever size the environment says.
+
+        Raises:
+            ValueError: the program has given a size.
+        """
+        if given_size is not None:
+            raise ValueError(
+                f"world_size={given_size} and min_workers={least}: a world has a fixed size or "
+                "workers come and go, so leave one of them out"
+            )
+        self.size = None
+
 
 def find_place(
     method: str | None,

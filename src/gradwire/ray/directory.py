@@ -1,0 +1,117 @@
+"""Where the workers of a world on Ray meet: a named actor, seen as one of torch's stores.
+
+So addresses and the world's secret travel by Ray only. The actor runs one method at a time, which
+makes each of them atomic.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+NAMESPACE = "gradwire"
+_PAUSE = 0.02  # seconds between looks for a value that is not there yet
+_PATIENCE = 300.0
+
+
+class Directory:
+    """The table of one world, and its secret."""
+
+    def __init__(self) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._values: dict[str, bytes] = {}
+        self._starts: Counter[str] = Counter()
+
+    def secret(self) -> bytes:
+        return self._secret
+
+    def start(self, name: str) -> int:
+        """Note that a worker of this name begins; how many have before it."""
+        self._starts[name] += 1
+        return self._starts[name] - 1
+
+    def set(self, key: str, value: bytes) -> None:
+        self._values[key] = value
+
+    def get(self, key: str) -> bytes | None:
+        return self._values.get(key)
+
+    def add(self, key: str, amount: int) -> int:
+        total = int(self._values.get(key, b"0")) + amount
+        self._values[key] = str(total).encode()
+        return total
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        """As torch's: what is there in the end; an absent value counts as empty."""
+        if self._values.get(key, b"") == expected:
+            self._values[key] = desired
+        return self._values.get(key, expected)
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def delete_key(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+
+def directory(world: str, *, detached: bool) -> Any:
+    """The directory of a world, made if there is none. A detached one outlives who makes it."""
+    options: dict[str, Any] = {
+        "name": f"gradwire-{world}",
+        "namespace": NAMESPACE,
+        "get_if_exists": True,
+        "num_cpus": 0,
+    }
+    if detached:
+        options["lifetime"] = "detached"
+    return ray.remote(Directory).options(**options).remote()
+
+
+class RayStore(Store):
+    """A directory as a store. Values come as bytes, whatever torch's annotations say."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__()
+        self._actor = actor
+
+    def _ask(self, method: str, *args: object) -> Any:
+        try:
+            return ray.get(getattr(self._actor, method).remote(*args))
+        except RayActorError as error:
+            raise RuntimeError(f"the world's directory is gone: {error}") from error
+
+    def set(self, key: str, value: Any) -> None:
+        self._ask("set", key, value)
+
+    def get(self, key: str) -> bytes:
+        deadline = time.monotonic() + _PATIENCE
+        while (value := self._ask("get", key)) is None:
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"{key!r} was not set within {_PATIENCE:g} s")
+            time.sleep(_PAUSE)
+        found: bytes = value
+        return found
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._ask("add", key, amount))
+
+    def compare_set(self, key: str, expected: Any, desired: Any) -> bytes:
+        found: bytes = self._ask("compare_set", key, expected, desired)
+        return found
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask("check", keys))
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._ask("delete_key", key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self.get(key)

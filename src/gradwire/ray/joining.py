@@ -1,0 +1,49 @@
+"""Joining a world by its name, from whatever runs on a Ray cluster: an actor, a task, a driver."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.util.placement_group import get_placement_group, remove_placement_group
+
+from ..api import init_rpc
+from ..worker import Worker
+from .directory import NAMESPACE, RayStore, directory
+
+
+def join(world: str, name: str, **options: Any) -> Worker:
+    """Join the world of this name as worker `name`, and make that this process's current one.
+
+    Whoever comes first makes the world; it stays until `end`, or as long as the cluster. An actor
+    that Ray has started again comes back under its name. Further keywords are fields of `Options`.
+    """
+    return join_at(directory(world, detached=True), name, options)
+
+
+def join_at(actor: Any, name: str, options: dict[str, Any]) -> Worker:
+    """Join the world of a directory."""
+    given = {
+        "key": ray.get(actor.secret.remote()),
+        "bind": ray.util.get_node_ip_address(),
+        **options,
+    }
+    return init_rpc(name, store=RayStore(actor), **given)
+
+
+def end(world: str) -> None:
+    """End a world that stayed. Who joined it by themselves lose its workers, and go on.
+
+    Raises:
+        ValueError: there is no such world.
+    """
+    prefix = f"gradwire-{world}"
+    table = ray.get_actor(prefix, namespace=NAMESPACE)
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{prefix}-"):
+            ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
+    ray.kill(table)
+    try:
+        remove_placement_group(get_placement_group(prefix))
+    except ValueError:
+        pass  # its workers were in a group of the user's, or it had none

@@ -1,0 +1,164 @@
+"""A world of actors that Ray places, and the driver."""
+
+from __future__ import annotations
+
+import uuid
+from types import TracebackType
+from typing import Any
+
+import ray
+from ray.util.placement_group import (
+    PlacementGroup,
+    get_current_placement_group,
+    placement_group,
+    remove_placement_group,
+)
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..errors import GradwireError
+from ..options import Options
+from ..worker import Worker
+from .directory import NAMESPACE, directory
+from .joining import join_at
+from .member import Member, OnRestart
+from .watch import Watch
+
+_LEAVE = 10.0  # seconds for the workers to shut down
+_THREADS = 4  # of an actor: one waits for its end
+
+
+class World:
+    """Workers `worker0`, `worker1`, … on a Ray cluster, and this process as `driver`.
+
+        with gw.ray.World(4, resources={"CPU": 1}, max_restarts=2):
+            reference = gw.remote("worker1", Model, args=(512,))
+
+    Each worker gets these `resources`, in the `placement_group` (the current one by default; else
+    one is made, with this `strategy`). A worker that is lost is started again by Ray up to
+    `max_restarts` times (-1: always) and joins under its name; `on_restart(name)` runs there before
+    it does. A `detached` world has a name and outlives the driver: `join` it from another, and
+    `end` it. Further keywords are fields of `Options`.
+    """
+
+    def __init__(  # noqa: PLR0913 what Ray can be asked for
+        self,
+        workers: int,
+        *,
+        resources: dict[str, float] | None = None,
+        placement_group: PlacementGroup | None = None,
+        strategy: str = "PACK",
+        max_restarts: int = 0,
+        runtime_env: dict[str, Any] | None = None,
+        on_restart: OnRestart | None = None,
+        name: str | None = None,
+        detached: bool = False,
+        driver: str = "driver",
+        **options: Any,
+    ) -> None:
+        if workers < 1:
+            raise ValueError(f"workers={workers}: must be at least 1")
+        if detached and name is None:
+            raise ValueError("detached=True: give it a name, by which others join it")
+        self.name = name or f"world-{uuid.uuid4().hex}"
+        self._names = [f"worker{number}" for number in range(workers)]
+        self._resources = {"CPU": 1.0} if resources is None else resources
+        self._group = placement_group
+        self._owns_group = False
+        self._strategy = strategy
+        self._settings = {"max_restarts": max_restarts, "runtime_env": runtime_env}
+        self._on_restart = on_restart
+        self._detached = detached
+        self._driver = driver
+        self._options = options
+        self._actors: list[Any] = []
+        self._directory: Any = None
+        self._watch: Watch | None = None
+        self.worker: Worker | None = None
+        """The driver's own."""
+
+    def __enter__(self) -> World:
+        try:
+            self._start()
+        except BaseException:
+            self._close()
+            raise
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            if self.worker is not None:
+                self.worker.shutdown(graceful=kind is None)
+            if kind is None and not self._detached:
+                self._stop_watching()
+                ends = [actor.leave.remote() for actor in self._actors]
+                ray.wait(ends, num_returns=len(ends), timeout=_LEAVE)
+        finally:
+            self._close()
+
+    def _start(self) -> None:
+        self._directory = directory(self.name, detached=self._detached)
+        self._place()
+        self._actors = [self._actor(name) for name in self._names]
+        ray.get([actor.number.remote() for actor in self._actors])
+        self.worker = join_at(self._directory, self._driver, self._options)
+        self._watch = Watch(self.worker, self._actors)
+
+    def _place(self) -> None:
+        """Have a placement group."""
+        self._group = self._group or get_current_placement_group()
+        if self._group is not None:
+            return
+        bundles = [dict(self._resources) for _ in self._names]
+        lifetime = "detached" if self._detached else None
+        self._group = placement_group(
+            bundles, self._strategy, name=f"gradwire-{self.name}", lifetime=lifetime
+        )
+        self._owns_group = True
+        patience = Options(**self._options).join_timeout
+        if not self._group.wait(patience):
+            raise GradwireError(
+                f"the cluster had no room for {len(bundles)} workers with {self._resources} each "
+                f"within {patience:g} s (join_timeout); it has {ray.cluster_resources()}"
+            )
+
+    def _actor(self, name: str) -> Any:
+        others = dict(self._resources)
+        options: dict[str, Any] = {
+            **self._settings,
+            "name": f"gradwire-{self.name}-{name}",
+            "namespace": NAMESPACE,
+            "num_cpus": others.pop("CPU", 0),
+            "num_gpus": others.pop("GPU", 0),
+            "resources": others,
+            "max_concurrency": _THREADS,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group),
+        }
+        if self._detached:
+            options["lifetime"] = "detached"
+        where = f"gradwire-{self.name}"
+        actor = ray.remote(Member).options(**options)
+        return actor.remote(where, name, self._options, self._on_restart)
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _close(self) -> None:
+        """Give back what Ray has for this world; a detached one stays if it was there."""
+        self._stop_watching()
+        if self.worker is not None:
+            self.worker.close()
+            if self._detached:
+                return
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._directory is not None:
+            ray.kill(self._directory)
+        if self._owns_group and self._group is not None:
+            remove_placement_group(self._group)

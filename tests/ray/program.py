@@ -1,0 +1,49 @@
+"""A driver on a small cluster of its own; prints what happened, for `test_on_ray.py`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from typing import Any
+
+import ray
+import torch
+
+import gradwire as gw
+from tests.ray import functions as on
+
+said: dict[str, Any] = {}
+
+
+def a_world() -> None:
+    with gw.ray.World(2, max_restarts=1, on_restart=on.note_restart):
+        said["world"] = [info.name for info in gw.get_worker_infos()]
+        said["apart"] = on.differ_from_local("worker0", "worker1")
+        before = gw.rpc_sync("worker1", on.process)
+        os.kill(before, signal.SIGKILL)
+        said["is another"] = gw.rpc_sync("worker1", on.process, retries=3) != before
+        said["apart again"] = on.differ_from_local("worker0", "worker1")
+        said["restored"] = [
+            gw.rpc_sync(name, on.restored) for name in ("worker0", "worker1")
+        ]
+
+
+def actors_that_join() -> None:
+    learner = on.Learner.remote("class", "learner")
+    ray.get(learner.ready.remote())
+    with gw.ray.join("class", name="teacher"):
+        found = gw.rpc_sync("learner", torch.add, (torch.ones(2), 1))
+        said["learner"] = found.tolist()
+        ray.get(learner.leave.remote())
+    gw.ray.end("class")
+    ray.kill(learner)
+
+
+if __name__ == "__main__":
+    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR")
+    a_world()
+    actors_that_join()
+    said["left"] = on.left_behind()
+    sys.stdout.write(json.dumps(said) + "\n")

@@ -1,0 +1,35 @@
+"""Worlds on a Ray cluster of one node. More nodes and what becomes of them: tests/cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.processes import PATHS
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(150)  # Ray starts six processes, and each of ours loads torch
+def test_a_world_on_ray() -> None:
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.ray.program"],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert said.pop("apart") < 1e-5
+    assert said.pop("apart again") < 1e-5
+    assert said == {
+        "world": ["worker0", "worker1", "driver"],
+        "is another": True,
+        "restored": [[], ["worker1"]],
+        "learner": [2.0, 2.0],
+        "left": [],
+    }
