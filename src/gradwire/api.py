@@ -429,7 +429,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 @uncompiled
 def get_worker_infos() -> list[WorkerInfo]:
-    """Who is in the world, in order of ids.
+    """All workers of the world, in order of ids.
 
     >>> [info.name for info in get_worker_infos()]
     ['worker0', 'worker1']

@@ -64,7 +64,7 @@ class WorkerLostError(GradwireError):
 
 
 class CallTimeout(GradwireError, TimeoutError):
-    """No answer within the time given. The function may still be running there."""
+    """No response in time. The function may still be running there."""
 
     _advice = "to find what it waits for, see CallTimeout in docs/errors.md"
 
@@ -104,7 +104,7 @@ class BackwardTimeout(GradwireError, TimeoutError):
 
 
 class StaleReferenceError(GradwireError):
-    """The value of a reference was freed: the one who passed it on is gone, or was too slow."""
+    """The value of a reference was freed: its sender died, or dropped it too early."""
 
     _advice = (
         "keep a reference until whoever you passed it to has it: see StaleReferenceError "
@@ -113,7 +113,7 @@ class StaleReferenceError(GradwireError):
 
 
 class OwnersError(GradwireError):
-    """What went wrong on several workers that did one thing together, by name of the worker.
+    """The failures of one operation on several workers, by worker name.
 
     `errors` has the exceptions, `traces` where each was raised, as text.
     """
@@ -137,7 +137,7 @@ class OwnersError(GradwireError):
 
 
 class ProtocolError(GradwireError):
-    """The other side sent something that no Gradwire worker sends."""
+    """The other side violated Gradwire's protocol."""
 
     _advice = "run the same version of Gradwire on all workers: see ProtocolError in docs/errors.md"
 

@@ -28,7 +28,7 @@ _PROGRAM = "from gradwire.local import serve; serve()"
 
 @contextmanager
 def local_world(workers: int, **options: Any) -> Iterator[Worker]:
-    """Be worker0 of a world of so many workers; the others are processes of their own.
+    """Start a world of worker processes on this machine, with the caller as worker0.
 
     Further keywords are options of all of them (`Options`). At the end of the block all leave
     together; after an exception, at once.
@@ -60,7 +60,7 @@ def local_world(workers: int, **options: Any) -> Iterator[Worker]:
 
 
 def _start(rank: int, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """A process that joins as the worker of this rank. What it imports, it finds where we do."""
+    """Start the process of one rank, with this process's import path."""
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     process = subprocess.Popen(
         [sys.executable, "-c", _PROGRAM],
@@ -82,7 +82,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def serve() -> None:
-    """What the other processes run: join, and serve until all leave."""
+    """The main function of the other processes: join, and serve until all leave."""
     rank, settings = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     with init_rpc(f"worker{rank}", rank=rank, **settings):

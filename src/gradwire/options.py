@@ -17,7 +17,7 @@ T = TypeVar("T")
 
 
 def check_timeout(seconds: float) -> float:
-    """A time limit that a user gave.
+    """Validate a timeout that a user gave.
 
     Raises:
         TypeError, ValueError: it is none.

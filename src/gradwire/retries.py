@@ -1,4 +1,4 @@
-"""Calls that are made again when the worker they went to is lost and has come back.
+"""Retries of calls whose worker was lost and has come back.
 
 A lost worker may have run the call, in part or in full, before it was lost. So only a function that
 is marked may be called again: one that may run twice as well as once.

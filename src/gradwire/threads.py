@@ -1,4 +1,4 @@
-"""Threads that come when there is work and go when there is none.
+"""An elastic thread pool: threads are added when there is work and end when there is none.
 
 An `Executor` runs tasks from one queue. It keeps as few threads awake as do the work: a task put
 in while a thread is busy is left for that thread, so a reader that finds a request and puts it in
@@ -90,7 +90,7 @@ class Executor:
             self._add_thread()
 
     def host(self, task: Task) -> None:
-        """Run `task` at once in a thread of its own; if there is none to be had, soon."""
+        """Run `task` at once in a thread of its own, or as soon as one can be started."""
         with self._lock:
             thread = self._idle.pop() if self._idle and not self._closed else None
             if thread is not None:
@@ -105,24 +105,24 @@ class Executor:
         self._monitor.schedule(when, task)
 
     def look_at(self, when: float, look: Task) -> None:
-        """Have the monitor call `look` when the clock shows `when`. It must be quick.
+        """Call `look` from the monitor when the clock reaches `when`. It must be quick.
 
         No thread is woken for it but the monitor, and that not for longer.
         """
         self._monitor.schedule(when, look, is_quick=True)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Around a wait for something that other tasks may bring about."""
+        """A context for waits on something that other tasks may bring about."""
         if threading.get_ident() in self._counted:
             return _Waiting(self)
         return _NOTHING
 
     def when_stuck(self, look: Callable[[], None]) -> None:
-        """Have the monitor call `look` now and then while all threads are busy."""
+        """Call `look` from the monitor periodically while all threads are busy."""
         self._looks.append(look)
 
     def pause(self) -> None:
-        """This thread is about to wait: another may take the queue."""
+        """This thread is about to block: another may take the queue."""
         with self._lock:
             self._active -= 1
         if self._queue and not self._active:
@@ -285,7 +285,7 @@ class _Thread(threading.Thread):
 
 
 class ShorterTurns:
-    """Makes Python's threads take shorter turns, so that a call need not wait for a busy thread.
+    """Shortens Python's thread switch interval, so that calls need not wait for busy threads.
 
     The setting is the process's, not a worker's: it is only ever lowered, and put back by `close`.
     """
@@ -303,7 +303,7 @@ class ShorterTurns:
 
 
 class _Waiting(AbstractContextManager[None]):
-    """A thread of the executor that does not count while it waits."""
+    """A thread of the executor that does not count against the limit while it waits."""
 
     __slots__ = ("_executor",)
 
@@ -365,7 +365,7 @@ class _Monitor:
             self.rouse()
 
     def close(self) -> None:
-        """Forget what was to be done later, with all it holds. The executor is closed."""
+        """Drop all timers; the executor is closed."""
         with self._lock:
             self._timers.clear()
         self.rouse()

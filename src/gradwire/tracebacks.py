@@ -1,4 +1,4 @@
-"""Tracebacks without the frames of our own, which tell a user nothing.
+"""Tracebacks without Gradwire's own frames, which tell a user nothing.
 
 `GRADWIRE_DEBUG=1` keeps them all. Knows no errors of ours: `_wire/failures.py` does.
 """

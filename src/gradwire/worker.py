@@ -227,7 +227,7 @@ class Worker:
             self._on_thread(self)
 
     def greet(self) -> None:
-        """Tell everyone in an elastic world that we are here."""
+        """Announce this worker to all others of an elastic world."""
         others = [c.id for c in self._agent.members.cards() if c.id != self.id]
         greetings = [self._agent.request(other, Greeting()) for other in others]
         for greeting in greetings:
@@ -272,7 +272,7 @@ class Worker:
         return self.references.remote(to, func, args, kwargs, timeout)
 
     def debug_info(self) -> dict[str, Any]:
-        """What this worker owns, holds and waits for, for people."""
+        """What this worker owns, holds and waits for."""
         return {
             "calls_in_flight": self._agent.caller.in_flight,
             **self.autograd.debug_info(),
@@ -280,7 +280,7 @@ class Worker:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """What went to and from this worker since its start, and how it reaches the others.
+        """Calls and bytes since the start, and how this worker reaches the others.
 
         Calls include the messages of Gradwire's own, such as the steps of a backward pass.
         """
@@ -298,15 +298,15 @@ class Worker:
         self._collectives.barrier(timeout)
 
     def all_gather(self, value: Any, timeout: float | None = None) -> dict[str, Any]:
-        """What every worker gave, by name. All workers call it, in the same order."""
+        """The `value` of every worker, by name. All workers call it, in the same order."""
         return self._collectives.all_gather(value, timeout)
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """Who a worker is; without a name, who this one is."""
+        """Name and id of a worker; without a name, of this one."""
         return self.info if name is None else self._agent.peer(name).card.info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """Who is there, in order of ids."""
+        """All workers of the world, in order of ids."""
         return [card.info for card in self._agent.members.cards()]
 
     def on_join(self, callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
@@ -357,7 +357,7 @@ class Worker:
                 log.debug("meeting worker %d: %s", to, error)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """For a thread that waits for something of others: it leaves its place to another."""
+        """A context for blocking waits, which do not count against the thread limit."""
         return self._executor.waiting()
 
     def register_reducer(self, kind: type, reducer: Reducer) -> None:
@@ -431,7 +431,7 @@ class Worker:
             log.warning("worker %r: functions still run after shutdown", self.name)
 
     def give_up_calls(self) -> int:
-        """Let nobody miss the results of the calls in flight; how many these are."""
+        """Give up the calls in flight without warnings; how many there are."""
         pending = self._agent.caller.answers()
         for future in pending:
             future.fate.seen = True

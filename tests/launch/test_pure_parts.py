@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwire.launch.plan import Plan, recruits
-from gradwire.launch.run_state import Course
-from gradwire.launch.stderr_tail import LastWords
+from gradwire.launch.run_state import RunState
+from gradwire.launch.stderr_tail import StderrTail
 
 TERM, KILL, INT, ABRT = (
     signal.SIGTERM,
@@ -95,114 +95,114 @@ def test_a_worker_that_is_started_again_knows() -> None:
 
 
 def test_a_run_without_failures_ends_by_itself() -> None:
-    course = Course({0, 1})
-    assert course.ended(0, 0, 1.0, is_echo=False) is None
-    assert (course.is_over, course.deadline) == (False, None)
-    assert course.ended(1, 0, 2.0, is_echo=False) is None
-    assert (course.is_over, course.status, course.culprit) == (True, 0, None)
+    state = RunState({0, 1})
+    assert state.ended(0, 0, 1.0, is_echo=False) is None
+    assert (state.is_over, state.deadline) == (False, None)
+    assert state.ended(1, 0, 2.0, is_echo=False) is None
+    assert (state.is_over, state.status, state.culprit) == (True, 0, None)
 
 
 def test_a_failure_ends_the_others_and_is_the_one_that_counts() -> None:
-    course = Course({0, 1, 2})
-    assert course.ended(1, 7, 1.0, is_echo=False) is TERM
-    assert course.ended(0, 143, 1.1, is_echo=False) is None
-    assert (course.culprit, course.status, course.running) == (1, 7, {2})
+    state = RunState({0, 1, 2})
+    assert state.ended(1, 7, 1.0, is_echo=False) is TERM
+    assert state.ended(0, 143, 1.1, is_echo=False) is None
+    assert (state.culprit, state.status, state.running) == (1, 7, {2})
 
 
 def test_who_does_not_end_when_asked_is_killed() -> None:
-    course = Course({0, 1})
-    course.ended(1, 7, 1.0, is_echo=False)
-    assert course.deadline == 6.0
-    assert course.elapsed(6.0) is KILL
-    assert course.elapsed(11.0) is None
-    assert course.deadline is None
+    state = RunState({0, 1})
+    state.ended(1, 7, 1.0, is_echo=False)
+    assert state.deadline == 6.0
+    assert state.elapsed(6.0) is KILL
+    assert state.elapsed(11.0) is None
+    assert state.deadline is None
 
 
 def test_the_worker_that_others_lost_is_the_one_to_blame() -> None:
-    course = Course({0, 1, 2})
-    assert course.ended(0, 1, 1.0, is_echo=True) is None
-    assert course.ended(2, 1, 1.1, is_echo=True) is None
-    assert course.ended(1, 3, 1.2, is_echo=False) is TERM
-    assert (course.culprit, course.status) == (1, 3)
+    state = RunState({0, 1, 2})
+    assert state.ended(0, 1, 1.0, is_echo=True) is None
+    assert state.ended(2, 1, 1.1, is_echo=True) is None
+    assert state.ended(1, 3, 1.2, is_echo=False) is TERM
+    assert (state.culprit, state.status) == (1, 3)
 
 
 def test_an_echo_of_nothing_is_a_failure_after_a_while() -> None:
-    course = Course({0, 1})
-    course.ended(0, 1, 1.0, is_echo=True)
-    assert course.deadline is not None
-    assert course.elapsed(course.deadline) is TERM
-    assert (course.culprit, course.status) == (0, 1)
+    state = RunState({0, 1})
+    state.ended(0, 1, 1.0, is_echo=True)
+    assert state.deadline is not None
+    assert state.elapsed(state.deadline) is TERM
+    assert (state.culprit, state.status) == (0, 1)
 
 
 def test_echoes_alone_are_a_failure() -> None:
-    course = Course({0, 1})
-    course.ended(1, 1, 1.0, is_echo=True)
-    course.ended(0, 1, 1.1, is_echo=True)
-    assert (course.is_over, course.culprit, course.status) == (True, 1, 1)
+    state = RunState({0, 1})
+    state.ended(1, 1, 1.0, is_echo=True)
+    state.ended(0, 1, 1.1, is_echo=True)
+    assert (state.is_over, state.culprit, state.status) == (True, 1, 1)
 
 
 def test_a_second_interrupt_kills() -> None:
-    course = Course({0, 1})
-    assert course.interrupted(INT, 1.0) is INT
-    assert course.interrupted(INT, 1.5) is KILL
-    assert course.status == 130
+    state = RunState({0, 1})
+    assert state.interrupted(INT, 1.0) is INT
+    assert state.interrupted(INT, 1.5) is KILL
+    assert state.status == 130
 
 
 def test_an_interrupt_is_repeated_in_stronger_words() -> None:
-    course = Course({0})
-    sent = [course.interrupted(INT, 0.0), course.elapsed(5.0), course.elapsed(10.0)]
+    state = RunState({0})
+    sent = [state.interrupted(INT, 0.0), state.elapsed(5.0), state.elapsed(10.0)]
     assert sent == [INT, TERM, KILL]
 
 
 def test_being_told_to_end_is_passed_on() -> None:
-    course = Course({0})
-    assert course.interrupted(TERM, 0.0) is TERM
-    assert course.status == 143
+    state = RunState({0})
+    assert state.interrupted(TERM, 0.0) is TERM
+    assert state.status == 143
 
 
 def test_a_run_that_takes_too_long_is_asked_where_it_is() -> None:
-    course = Course({0, 1})
-    assert course.timed_out(1.0) is ABRT
-    assert course.ended(0, 134, 1.1, is_echo=False) is None
-    assert (course.status, course.culprit) == (124, None)
+    state = RunState({0, 1})
+    assert state.timed_out(1.0) is ABRT
+    assert state.ended(0, 134, 1.1, is_echo=False) is None
+    assert (state.status, state.culprit) == (124, None)
 
 
 def test_a_failure_elsewhere_ends_this_node_with_its_status() -> None:
-    course = Course({0, 1})
-    assert course.failed_elsewhere(9, 1.0) is TERM
-    assert course.timed_out(2.0) is None
-    assert (course.status, course.culprit) == (9, None)
+    state = RunState({0, 1})
+    assert state.failed_elsewhere(9, 1.0) is TERM
+    assert state.timed_out(2.0) is None
+    assert (state.status, state.culprit) == (9, None)
 
 
 def test_a_worker_that_fails_is_started_again_so_often() -> None:
-    course = Course({0, 1}, most_restarts=2)
-    assert [course.restarts_now(0, 9) for _ in range(3)] == [True, True, False]
-    assert course.restarts_now(1, 137)
-    assert course.ended(0, 9, 1.0, is_echo=False) is TERM
-    assert not course.restarts_now(1, 143)  # it was told to end
-    assert (course.culprit, course.status) == (0, 9)
+    state = RunState({0, 1}, most_restarts=2)
+    assert [state.restarts_now(0, 9) for _ in range(3)] == [True, True, False]
+    assert state.restarts_now(1, 137)
+    assert state.ended(0, 9, 1.0, is_echo=False) is TERM
+    assert not state.restarts_now(1, 143)  # it was told to end
+    assert (state.culprit, state.status) == (0, 9)
 
 
 def test_a_worker_that_succeeds_is_done() -> None:
-    course = Course({0}, most_restarts=2)
-    assert not course.restarts_now(0, 0)
-    assert course.ended(0, 0, 1.0, is_echo=False) is None
-    assert (course.is_over, course.status) == (True, 0)
+    state = RunState({0}, most_restarts=2)
+    assert not state.restarts_now(0, 0)
+    assert state.ended(0, 0, 1.0, is_echo=False) is None
+    assert (state.is_over, state.status) == (True, 0)
 
 
 def test_some_workers_may_be_spared() -> None:
-    course = Course({0, 1, 2}, spare=1)
-    assert course.ended(2, 9, 1.0, is_echo=True) is None
-    assert (course.spared, course.culprit, course.deadline) == ({2}, None, None)
-    assert course.ended(1, 7, 2.0, is_echo=False) is TERM
-    assert (course.culprit, course.status) == (1, 7)
+    state = RunState({0, 1, 2}, spare=1)
+    assert state.ended(2, 9, 1.0, is_echo=True) is None
+    assert (state.spared, state.culprit, state.deadline) == ({2}, None, None)
+    assert state.ended(1, 7, 2.0, is_echo=False) is TERM
+    assert (state.culprit, state.status) == (1, 7)
 
 
 def test_a_run_that_has_spared_a_worker_succeeds_with_the_others() -> None:
-    course = Course({0, 1}, spare=1)
-    course.ended(0, 9, 1.0, is_echo=False)
-    course.ended(1, 0, 2.0, is_echo=False)
-    assert (course.is_over, course.status) == (True, 0)
+    state = RunState({0, 1}, spare=1)
+    state.ended(0, 9, 1.0, is_echo=False)
+    state.ended(1, 0, 2.0, is_echo=False)
+    assert (state.is_over, state.status) == (True, 0)
 
 
 @given(
@@ -213,15 +213,15 @@ def test_a_run_that_has_spared_a_worker_succeeds_with_the_others() -> None:
 def test_the_status_is_that_of_a_worker_that_failed(
     order: list[int], statuses: list[int], echoes: list[bool]
 ) -> None:
-    course = Course(set(order))
+    state = RunState(set(order))
     for worker in order:
-        course.ended(worker, statuses[worker], 0.0, is_echo=echoes[worker])
-    assert course.is_over
-    if course.culprit is None:
-        assert course.status == 0
+        state.ended(worker, statuses[worker], 0.0, is_echo=echoes[worker])
+    assert state.is_over
+    if state.culprit is None:
+        assert state.status == 0
         assert not any(statuses)
     else:
-        assert course.status == statuses[course.culprit] > 0
+        assert state.status == statuses[state.culprit] > 0
 
 
 # What is shown
@@ -239,8 +239,8 @@ Traceback (most recent call last):
 {error}"""
 
 
-def words(text: str) -> LastWords:
-    found = LastWords()
+def words(text: str) -> StderrTail:
+    found = StderrTail()
     for line in text.splitlines():
         found.add(line)
     return found

@@ -92,7 +92,7 @@ class Collectives:
         agent.gone.subscribe(self._worker_gone)
 
     def all_gather(self, value: Any, timeout: float | None = None) -> dict[str, Any]:
-        """What every worker gave, by name. All workers call it, in the same order."""
+        """The `value` of every worker, by name. All workers call it, in the same order."""
         key = f"user/{next(self._numbers)}"
         return self._gather(self._collector(), key, value, timeout)
 

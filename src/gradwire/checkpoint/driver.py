@@ -115,7 +115,7 @@ def _make_shards(
 
 
 def _own_values(extra: Mapping[str, Any] | None) -> dict[tuple[str, ...], Any]:
-    """What the one who saves adds to what the owners have.
+    """The values that the saving worker adds to those of the owners.
 
     Raises:
         TypeError: it could not be loaded.

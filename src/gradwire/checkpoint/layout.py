@@ -1,4 +1,4 @@
-"""The folder of a checkpoint, and how a new one takes the place of the one before.
+"""The folder of a checkpoint, and how a new checkpoint atomically replaces the previous one.
 
     checkpoint/
         .metadata            names the files in the newest complete save, and what is in them

@@ -95,7 +95,7 @@ class OwnedShard:
     # Reading
 
     def check(self) -> None:
-        """See what is to be read, and that it fits. Changes nothing.
+        """Plan the read and check that it fits. Changes nothing.
 
         Raises:
             FileNotFoundError, ValueError: there is no such checkpoint, or it is of another model.
@@ -165,7 +165,7 @@ class Reader:
         }
 
     def prepare(self, values: Mapping[PathOf, Any]) -> None:
-        """Say what is wanted: tensors to read into, and anything in place of what is none.
+        """Set what to read: tensors to read into, and placeholders for other values.
 
         Raises:
             ValueError: they have other shapes.

@@ -19,9 +19,9 @@ from ..cores import usable_cores
 from .nodes import Elsewhere, Nodes
 from .output import Console
 from .plan import Plan, Recruit, recruits
-from .processes import Crew, Ended, Said
-from .run_state import TIMED_OUT, Course
-from .stderr_tail import LastWords, place_of
+from .processes import Ended, Printed, WorkerProcesses
+from .run_state import TIMED_OUT, RunState
+from .stderr_tail import StderrTail, place_of
 from .terminal import terminal_kept
 
 _JOIN = 300.0  # seconds for the first node to come up
@@ -72,41 +72,41 @@ class _Launch:
         self._events = events
         self._nodes = nodes
         self._console = Console(self._names)
-        self._words = [LastWords() for _ in team]
+        self._stderr_tails = [StderrTail() for _ in team]
         self._held: list[list[str]] | None = None
         """After Ctrl-C: what each worker wrote to standard error."""
         self._newest: tuple[int, int] = (-1, 0)
         """The worker whose lines of standard error were shown last, and how many of them."""
-        self._course = Course(
+        self._state = RunState(
             set(range(len(team))),
             most_restarts=plan.restarts,
             spare=0 if plan.needed is None else len(team) - plan.needed,
         )
-        self._crew = Crew(team, events)
+        self._processes = WorkerProcesses(team, events)
 
     def run(self, timeout: float | None) -> int:
         """Follow the workers to their end; the exit status."""
-        course = self._course
+        state = self._state
         limit = None if timeout is None else time.monotonic() + timeout
         try:
-            while not course.is_over:
+            while not state.is_over:
                 if (event := self._next(limit)) is not None:
                     self._take(event)
-                elif course.deadline is None:
+                elif state.deadline is None:
                     limit = None
                     self._time_out(timeout)
                 else:
-                    self._send(course.elapsed(time.monotonic()))
+                    self._send(state.elapsed(time.monotonic()))
         except BrokenPipeError:
             return _BROKEN_PIPE  # nobody reads on
         finally:
-            self._crew.close()
+            self._processes.close()
         self._conclude()
-        return course.status
+        return state.status
 
     def _next(self, limit: float | None) -> Any:
         """What happens next; None if nothing does for as long as we should wait."""
-        deadline = self._course.deadline or limit
+        deadline = self._state.deadline or limit
         if deadline is None:
             return self._events.get()
         try:
@@ -114,28 +114,28 @@ class _Launch:
         except Empty:
             return None
 
-    def _take(self, event: Said | Ended | Elsewhere | signal.Signals) -> None:
+    def _take(self, event: Printed | Ended | Elsewhere | signal.Signals) -> None:
         now = time.monotonic()
-        if isinstance(event, Said):
+        if isinstance(event, Printed):
             self._said(event)
         elif isinstance(event, Ended):
             self._ended(event, now)
         elif isinstance(event, Elsewhere):
             self._console.say(f"{event.text}; ending this node's workers")
-            self._send(self._course.failed_elsewhere(event.status, now))
+            self._send(self._state.failed_elsewhere(event.status, now))
         else:
             self._console.say(f"{event.name}: ending {self._running()}")
             self._nodes.failed(f"ended by {event.name}", 128 + event)
             if event == signal.SIGINT and self._held is None:
                 self._held = [[] for _ in self._names]
-            self._send(self._course.interrupted(event, now))
+            self._send(self._state.interrupted(event, now))
 
-    def _said(self, said: Said) -> None:
+    def _said(self, said: Printed) -> None:
         if not said.is_error:
             self._newest = -1, 0
             self._console.show(said.worker, said.line, is_error=False)
             return
-        self._words[said.worker].add(said.line)
+        self._stderr_tails[said.worker].add(said.line)
         if self._held is None:
             worker, count = self._newest
             self._newest = said.worker, count + 1 if worker == said.worker else 1
@@ -144,8 +144,8 @@ class _Launch:
             self._held[said.worker].append(said.line)
 
     def _ended(self, ended: Ended, now: float) -> None:
-        course = self._course
-        if course.restarts_now(ended.worker, ended.status):
+        state = self._state
+        if state.restarts_now(ended.worker, ended.status):
             self._restart(ended)
             return
         # The traceback of a worker that Ctrl-C has ended is no news; anything else is.
@@ -155,13 +155,13 @@ class _Launch:
                 self._console.show(ended.worker, line, is_error=True)
         elif held is not None and (place := place_of(held)) is not None:
             self._console.say(f"{self._names[ended.worker]} was at {place}")
-        is_echo = self._words[ended.worker].is_echo
-        number = course.ended(ended.worker, ended.status, now, is_echo=is_echo)
-        if course.culprit is not None:
-            self._nodes.failed(self._verdict(), course.status)
-        if ended.status == 0 or ended.worker in course.spared:
+        is_echo = self._stderr_tails[ended.worker].is_echo
+        number = state.ended(ended.worker, ended.status, now, is_echo=is_echo)
+        if state.culprit is not None:
+            self._nodes.failed(self._verdict(), state.status)
+        if ended.status == 0 or ended.worker in state.spared:
             self._finish(self._team[ended.worker])
-        if ended.worker in course.spared:
+        if ended.worker in state.spared:
             verdict = _verdict(self._names[ended.worker], ended.status)
             self._console.say(f"{verdict}; going on with {self._running()}")
         self._send(number)
@@ -173,35 +173,35 @@ class _Launch:
         note_finished(self._store, world, env["GRADWIRE_NAME"])
 
     def _restart(self, ended: Ended) -> None:
-        worker, count = ended.worker, self._course.restarts[ended.worker]
+        worker, count = ended.worker, self._state.restarts[ended.worker]
         verdict = _verdict(self._names[worker], ended.status)
-        most = self._course.most_restarts
+        most = self._state.most_restarts
         self._console.say(f"{verdict}; starting it again ({count} of {most})")
-        self._words[worker] = LastWords()
-        self._crew.restart(worker, self._team[worker].again(count))
+        self._stderr_tails[worker] = StderrTail()
+        self._processes.restart(worker, self._team[worker].again(count))
 
     def _time_out(self, timeout: float | None) -> None:
         text = f"{self._running()} still run after {timeout:g} s (--timeout)"
         self._console.say(text + "; their stacks:")
         self._nodes.failed(text, TIMED_OUT)
-        self._send(self._course.timed_out(time.monotonic()))
+        self._send(self._state.timed_out(time.monotonic()))
 
     def _send(self, number: signal.Signals | None) -> None:
         if number is not None:
-            self._crew.signal(number, self._course.running)
+            self._processes.signal(number, self._state.running)
 
     def _running(self) -> str:
-        return ", ".join(self._names[worker] for worker in sorted(self._course.running))
+        return ", ".join(self._names[worker] for worker in sorted(self._state.running))
 
     def _verdict(self) -> str:
-        assert self._course.culprit is not None
-        return _verdict(self._names[self._course.culprit], self._course.status)
+        assert self._state.culprit is not None
+        return _verdict(self._names[self._state.culprit], self._state.status)
 
     def _conclude(self) -> None:
-        culprit = self._course.culprit
+        culprit = self._state.culprit
         if culprit is not None:
             others = "" if len(self._names) == 1 else ", and so the others were ended"
-            lines = self._words[culprit].lines()
+            lines = self._stderr_tails[culprit].lines()
             if self._newest[0] == culprit and self._newest[1] >= len(lines) > 0:
                 self._console.say(f"{self._verdict()} (see above){others}")
             else:

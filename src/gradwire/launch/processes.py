@@ -1,4 +1,4 @@
-"""The processes of one node: started, listened to, and ended with all that they started.
+"""The processes of one node: started, read from, and ended with all their children.
 
 Each worker is the leader of a session of its own, so that a signal reaches its children as well,
 and what it leaves behind can be ended after it. All that happens is put into one queue.
@@ -30,8 +30,8 @@ _LEASH = [
 _DRAIN = 2.0  # seconds for the last output, which a child that ran away may hold open
 
 
-class Said(NamedTuple):
-    """A worker has printed a line."""
+class Printed(NamedTuple):
+    """A worker printed a line."""
 
     worker: int
     line: str
@@ -39,13 +39,13 @@ class Said(NamedTuple):
 
 
 class Ended(NamedTuple):
-    """A worker has ended, and all it said is said."""
+    """A worker has ended, and all its output has been read."""
 
     worker: int
     status: int
 
 
-class Crew:
+class WorkerProcesses:
     """The processes of the workers, by number."""
 
     def __init__(self, recruits: Iterable[Recruit], events: SimpleQueue[Any]) -> None:
@@ -101,7 +101,7 @@ class Crew:
                 # A progress bar goes back to the start of its line: only its last state counts.
                 shown = line.rstrip(b"\r\n").rpartition(b"\r")[2]
                 text = shown.decode(errors="replace")
-                self._events.put(Said(worker, text, is_error))
+                self._events.put(Printed(worker, text, is_error))
 
     def _wait(
         self,

@@ -1,4 +1,4 @@
-"""How a run of several workers goes, and ends. Pure: no processes, no clock.
+"""The state of a run of several workers, up to its end. Pure: no processes, no clock.
 
 It ends when no worker runs. A worker that fails ends the others: they are asked with one signal,
 and after a while with a stronger one. The first failure is what the user wants to see. A worker
@@ -25,8 +25,8 @@ _ECHO = (
 
 
 @dataclass(slots=True)
-class Course:
-    """The workers that run, by number, and why the run ends if it does."""
+class RunState:
+    """Which workers run, by number, and why the run ends, once it does."""
 
     running: set[int]
     culprit: int | None = None
@@ -83,7 +83,7 @@ class Course:
         return None
 
     def interrupted(self, number: int, now: float) -> signal.Signals | None:
-        """The launcher itself got a signal; the one for the workers. The second time, no mercy."""
+        """The launcher got a signal; the one to send to the workers: the second time, SIGKILL."""
         if self._is_ending:
             return self._end(now, signal.SIGKILL)
         self.status = 128 + number
@@ -93,7 +93,7 @@ class Course:
         return self._end(now, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)
 
     def timed_out(self, now: float) -> signal.Signals | None:
-        """The run took too long. Python's fault handler answers SIGABRT with all stacks."""
+        """The run timed out. On SIGABRT, Python's fault handler prints all stacks."""
         if self._is_ending:
             return None
         self.status = TIMED_OUT
@@ -107,7 +107,7 @@ class Course:
         return self._end(now, signal.SIGTERM, signal.SIGKILL)
 
     def elapsed(self, now: float) -> signal.Signals | None:
-        """The deadline is over; the signal for those that still run."""
+        """The deadline has passed; the signal for workers that still run."""
         if not self._is_ending and self._suspect is not None:
             return self._blame(*self._suspect, now)
         return self._next(now)

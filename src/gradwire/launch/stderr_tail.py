@@ -1,4 +1,4 @@
-"""What a worker said last on its standard error, which tells why it failed. Pure."""
+"""The last lines of a worker's standard error, which tell why it failed. Pure."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def place_of(lines: Sequence[str]) -> str | None:
     return f"{path}, line {number}, in {function}"
 
 
-class LastWords:
+class StderrTail:
     """The last lines of one worker."""
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class LastWords:
 
     @property
     def is_echo(self) -> bool:
-        """Whether it failed because it lost another worker."""
+        """Whether it failed only because it lost another worker."""
         return any(_ECHO in line for line in self._error())
 
     def lines(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The terminal, which an attached worker may leave in the state of a prompt when it is killed."""
+"""Restores the terminal, as an attached worker may be killed at a prompt."""
 
 from __future__ import annotations
 

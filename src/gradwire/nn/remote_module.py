@@ -23,7 +23,7 @@ from .spread_model import PartState, Standin, parameters_behind
 
 
 class RemoteModule(Standin):
-    """Makes `module_cls(*args, **kwargs)` on a worker, and stands for it here.
+    """The module `module_cls(*args, **kwargs)` on a worker, used as if it were here.
 
     `remote_device` names the worker and perhaps a device there: `"worker1"`, `"worker1/cuda:0"`,
     `"rank:1/cpu"`. What goes wrong there is raised by the first use. Inputs are moved to the
@@ -77,7 +77,7 @@ class RemoteModule(Standin):
     def from_module_rref(
         cls, module_rref: RRef[nn.Module], device: str = "cpu"
     ) -> RemoteModule:
-        """Stand for a module that there is already; `device` is where it is on its worker."""
+        """Wrap an existing module; `device` is the one it is on."""
         made = cls.__new__(cls)
         nn.Module.__init__(made)
         made._stand_for(module_rref, module_rref.owner_name(), device)
@@ -87,7 +87,7 @@ class RemoteModule(Standin):
     def init_from_module_rref(
         cls, remote_device: str, module_rref: RRef[nn.Module]
     ) -> RemoteModule:
-        """The same by torch's name. Of `remote_device`, only the device matters."""
+        """`from_module_rref` by torch's name; only the device of `remote_device` is used."""
         made = cls.from_module_rref(module_rref)
         made.on, made.device = parse_device(remote_device)
         return made
@@ -113,7 +113,7 @@ class RemoteModule(Standin):
 
     @uncompiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns."""
+        """Run the module and wait for its result."""
         with hidden_frames:
             if self.device == "cpu":
                 return self.module_rref.rpc_sync()(*args, **kwargs)
@@ -121,7 +121,7 @@ class RemoteModule(Standin):
 
     @uncompiled
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
-        """The future of what the module returns."""
+        """Run the module; the future of its result."""
         if self.device == "cpu":
             future: CallFuture = self.module_rref.rpc_async()(*args, **kwargs)
             return future
@@ -152,7 +152,7 @@ class RemoteModule(Standin):
         self._there(_call, "zero_grad", (set_to_none,))
 
     def apply(self, fn: Callable[[nn.Module], object]) -> RemoteModule:
-        """Call a function on all modules of the module, where they are."""
+        """Apply a function to the module and all its children, on their worker."""
         self._there(_call, "apply", (fn,))
         return self
 
@@ -168,7 +168,7 @@ class RemoteModule(Standin):
         prefix: str = "",
         keep_vars: bool = False,
     ) -> dict[str, Any]:
-        """A copy of the module's state dict. That of a parent gets it in, too."""
+        """A copy of the module's state dict; the state dict of a parent contains it."""
         if destination is None:
             destination = {}
         if isinstance(destination, PartState):
@@ -333,7 +333,7 @@ def _state(module: RRef[nn.Module]) -> dict[str, Any]:
 def _load(
     module: RRef[nn.Module], state: dict[str, Any], assign: bool
 ) -> tuple[list[str], list[str], list[str]]:
-    """What is missing, what is too much, and what is wrong."""
+    """Load a state dict; missing keys, unexpected keys and errors."""
     try:
         keys = module.local_value().load_state_dict(state, strict=False, assign=assign)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""A model that is spread over workers: a tree of modules, some leaves of which stand for others.
+"""A model spread over workers: a tree of modules, some leaves of which are proxies.
 
 What one worker has of it is a part: a module with all its children, but without what is behind the
 leaves that stand for modules elsewhere. Those may have such leaves in turn.
@@ -18,7 +18,7 @@ Named = list[tuple[str, RRef[nn.Parameter]]]
 
 
 class Standin(nn.Module):
-    """A leaf that stands for a module elsewhere."""
+    """A leaf that is the proxy of a module elsewhere."""
 
     module_rref: RRef[nn.Module]
 
@@ -31,7 +31,7 @@ class Part(NamedTuple):
 
 
 def remote_parameters(module: nn.Module) -> list[RRef[nn.Parameter]]:
-    """References to all parameters of a model, here and behind the remote modules in it.
+    """References to all parameters of a model, including those of its remote modules.
 
     >>> model = torch.nn.Sequential(
     ...     torch.nn.Linear(2, 3), gw.RemoteModule("worker1", torch.nn.Linear, (3, 1))

@@ -85,7 +85,7 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def changes(group: Mapping[str, Any], told: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are not as someone was told, in a form that does not change."""
+    """The settings that differ from those last sent, as an immutable copy."""
     changed = {}
     for key, value in group.items():
         if key in _NOT_SETTINGS or (key in told and _is_same(value, told[key])):
@@ -123,7 +123,7 @@ def split_state(share: Share, state_dict: Mapping[str, Any]) -> dict[int, Any]:
 
 
 def check_state(groups: Sequence[Group], state_dict: Mapping[str, Any]) -> None:
-    """See that a state dict fits.
+    """Check that a state dict fits.
 
     Raises:
         ValueError: it has other groups.

@@ -74,7 +74,7 @@ class LocalOptimizer:
         return self.describe()
 
     def keep_groups(self, count: int) -> None:
-        """Have the first so many groups only, because others failed to take more."""
+        """Drop all but the first groups, because another owner failed to add the rest."""
         with self._locked():
             del self.optimizer.param_groups[count:]
             self._note_params()
@@ -99,7 +99,7 @@ class LocalOptimizer:
                     param.grad = grad
 
     def _step(self, grads: Sequence[Tensor | None]) -> None:
-        """Have the optimizer step with what is in `.grad`."""
+        """Step the optimizer with what is in `.grad`."""
         way = quickest_way(type(self.optimizer), grads)
         if way is None:
             self.optimizer.step()

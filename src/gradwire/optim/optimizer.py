@@ -114,7 +114,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         *,
         error_if_nonfinite: bool = False,
     ) -> Tensor:
-        """Scale the gradients of all parameters in a context so that their norm is at most that.
+        """Scale the gradients in a context so that their total norm is at most `max_norm`.
 
         Returns:
             The norm before.
@@ -133,7 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Take more parameters, with settings of their own. If an owner fails, none takes them."""
+        """Add parameters with settings of their own. If an owner fails, none adds them."""
         self.param_groups.append(check_group(param_group, self.param_groups))
         if not self.owners:
             return  # being made: the owners get all groups in one call
@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as of a torch optimizer that has all these parameters, in the same order."""
+        """The state dict of a torch optimizer with all these parameters, in the same order."""
         states = self.call_owners("state")
         pairs = ((self.shares[n], self._apart(n, s)) for n, s in states.items())
         groups, position = [], 0
@@ -157,7 +157,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {"state": merge_states(pairs), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state of `state_dict`, or of a torch optimizer of the same parameters.
+        """Load the state of `state_dict`, or of a torch optimizer of the same parameters.
 
         Raises:
             ValueError: it has other groups.
@@ -188,7 +188,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return deepcopy(state) if self.owners[name].is_owner() else state
 
     def _changes(self, share: Share) -> dict[int, dict[str, Any]]:
-        """The settings that an owner does not know yet."""
+        """The settings that an owner does not have yet."""
         pairs = zip(share.groups, share.told, strict=True)
         found = {
             index: changes(self.param_groups[number], told)
@@ -197,7 +197,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {index: changed for index, changed in found.items() if changed}
 
     def _give_out(self, first: int) -> None:
-        """Have the owners take the groups from this one on, and learn their settings."""
+        """Send the groups from this one on to their owners, and read back their settings."""
         parts = divide(self.param_groups, self.shares, first)
         kind, args, kwargs = self._make
         calls: dict[str, tuple[RRef[Any], str, tuple[Any, ...]]] = {}

@@ -17,7 +17,7 @@ from .optimizer import DistributedOptimizer
 
 
 class GradScaler:
-    """Scales losses and gradients; has torch's names, and a context wherever gradients are meant.
+    """Loss scaling with torch's names; methods that use gradients take a context.
 
     Without `enabled` it does nothing, so that one loop serves for both.
 
@@ -60,7 +60,7 @@ class GradScaler:
         return self._scale if self._enabled else 1.0
 
     def scale(self, outputs: Tensor) -> Tensor:
-        """A loss, made larger."""
+        """Multiply a loss by the scale."""
         return outputs * self._scale if self._enabled else outputs
 
     def unscale_(
@@ -86,7 +86,7 @@ class GradScaler:
     def step(
         self, optimizer: DistributedOptimizer, context_id: int | None = None
     ) -> None:
-        """Have the optimizer step if all gradients on all owners are finite."""
+        """Step the optimizer if all gradients on all owners are finite."""
         key = id(optimizer), context_id
         if self._enabled and key not in self._finite:
             self.unscale_(optimizer, context_id)
@@ -128,7 +128,7 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over a state.
+        """Load a state dict.
 
         Raises:
             RuntimeError: it is of a scaler that was not enabled.

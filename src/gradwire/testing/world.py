@@ -73,7 +73,7 @@ class World:
 
     @contextmanager
     def as_worker(self, index: int) -> Iterator[Worker]:
-        """Speak as a worker in this thread, so that `gw.rpc_sync` and the like are its own."""
+        """Be a worker in this thread, so that `gw.rpc_sync` and the like are its own."""
         before = enter(self.workers[index])
         try:
             yield self.workers[index]
@@ -81,7 +81,7 @@ class World:
             enter(before)
 
     def run(self, func: Callable[[Worker], Any]) -> list[Any]:
-        """Run `func(worker)` as each worker, all at the same time; what they returned.
+        """Run `func(worker)` as each worker, all at the same time; their results.
 
         Raises:
             Exception: what the first of them raised.
@@ -106,7 +106,7 @@ class World:
         return results
 
     def kill(self, index: int) -> None:
-        """Make a worker vanish without a goodbye, as a killed process would."""
+        """Kill a worker without a goodbye, as if its process was killed."""
         self._transports[index].kill()
         self.workers[index].close()
 
