@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Mapping
 
 T = TypeVar("T")
 
@@ -113,6 +113,8 @@ class Options:
     such lists by patterns of callers' names; the first that matches counts."""
     audit: str | None = _from_env("AUDIT", str, None)
     """A file to which is written who comes and goes, is refused, and calls what."""
+    device_maps: Mapping[str, Mapping[Any, Any]] | None = None
+    """By worker, on which of its devices tensors arrive, by device here; results come back so."""
     serializer: Any = None
     """An object with `dumps(obj, tensors)` and `loads(data, tensors)` instead of pickle."""
 

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from ._transport.base import Card, Transport
 from ._transport.rendezvous import Meeting, Part
 from ._transport.sockets import SocketTransport
 from ._transport.stores import Place
+from ._wire import device_maps
 from ._wire.codec import Codec
 from ._wire.frames import Limits
 from ._wire.functions import main_fingerprint
@@ -89,6 +90,7 @@ class Worker:
         kinds: Kinds | None = None,
     ) -> None:
         check_name(name)
+        maps = device_maps.names_of(options.device_maps or {})
         self.options = options
         self._allow = None if options.allow is None else AllowList(options.allow)
         self._audit = open_audit(options.audit, name)
@@ -99,7 +101,8 @@ class Worker:
         except BaseException:
             self._executor.close()
             raise
-        self.card = self._transport.card(name, number, main_fingerprint())
+        card = self._transport.card(name, number, main_fingerprint())
+        self.card = replace(card, device_maps=maps)
         self._meeting: Meeting | None = None
         self._turns = ShorterTurns(options.switch_interval)
         self._cores = SharedCores(name, options.torch_threads)
@@ -185,7 +188,14 @@ class Worker:
         return self._closed
 
     def start(self, cards: list[Card], key: bytes, meeting: Meeting | None) -> None:
-        """Begin to take part in a world of these workers."""
+        """Begin to take part in a world of these workers.
+
+        Raises:
+            ValueError: its device maps name a worker or a device that is not there.
+        """
+        is_open = meeting is not None and meeting.is_elastic
+        names = None if is_open else [card.name for card in cards]
+        device_maps.check(self.name, self.card.device_maps, names)
         self._executor.begin()
         for card in cards:
             self._agent.add_member(card)

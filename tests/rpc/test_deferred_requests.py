@@ -41,7 +41,7 @@ def executor() -> Iterator[Executor]:
 
 
 def request(call: int, to: int = 1) -> Held:
-    peer = Peer(Card(name=f"worker{to}", id=to), "", False)
+    peer = Peer(Card(name=f"worker{to}", id=to), Card(name="me", id=9), False)
     return Held(peer, Parcel(1, 1, b""), Pending(call, to, 0, 0, None))
 
 

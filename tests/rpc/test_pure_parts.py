@@ -373,7 +373,7 @@ def test_a_callback_may_come_and_go_while_the_event_fires() -> None:
 
 
 def variables() -> list[str]:
-    not_from_env = {"allow", "serializer"}  # objects, not text
+    not_from_env = {"allow", "device_maps", "serializer"}  # objects, not text
     return [n for n in Options.names() if n not in not_from_env]
 
 

@@ -120,7 +120,7 @@ class Agent:
         """Add a worker to the members of the world."""
         if self.members.add(card):
             plain = self._options.allow is not None
-            self._peers[card.id] = Peer(card, self.me.main, plain)
+            self._peers[card.id] = Peer(card, self.me, plain)
             self.joined.fire(card.info)
 
     def peer(self, to: str | int | WorkerInfo) -> Peer:

@@ -10,6 +10,7 @@ import threading
 
 from .._transport.base import Card
 from .._wire.codec import Manner
+from .._wire.device_maps import between
 from ..errors import WorkerLostError
 from ..ids import WorkerInfo
 from .calls import Seen
@@ -97,12 +98,14 @@ class Peer:
 
     __slots__ = ("_lock", "_numbers", "_seen", "card", "id", "manner", "name")
 
-    def __init__(self, card: Card, main: str, plain: bool) -> None:
+    def __init__(self, card: Card, me: Card, plain: bool) -> None:
         self.card = card
         self.id = card.id
         self.name = card.name
-        same_main = bool(main) and card.main == main
-        self.manner = Manner(card.plain or plain, same_main, card.id)
+        same_main = bool(me.main) and card.main == me.main
+        mine, theirs = me.device_maps.get(card.name), card.device_maps.get(me.name)
+        devices = between(me.name, mine or {}, card.name, theirs or {})
+        self.manner = Manner(card.plain or plain, same_main, card.id, devices)
         self._numbers = itertools.count(1)
         self._seen = Seen(most=_MOST_GAPS)
         self._lock = threading.Lock()

@@ -14,9 +14,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
+from .._wire.device_maps import names_of
 from .._wire.frames import Frame, Parcel
 from ..errors import ProtocolError
 from ..ids import WorkerInfo, check_name
@@ -66,6 +67,8 @@ class Card:
     """Equal for workers that run the same script."""
     cores: str = "0"
     """The cores it may run on: bits of a hexadecimal number."""
+    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    """By worker, on which of its devices tensors of each of ours arrive."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -88,8 +91,9 @@ class Card:
                 fields["tcp"] = (str(host), int(port))
             check_name(fields["name"])
             int(fields["cores"], 16)
+            names_of(fields["device_maps"])
             return cls(**fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise ProtocolError(f"not a worker's card: {data[:200]!r}") from error
 
 

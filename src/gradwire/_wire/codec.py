@@ -23,6 +23,7 @@ import torch
 
 from ..errors import NotAllowedError, ProtocolError
 from . import dense_tensors, raw_bytes, safe_encoding
+from .device_maps import DeviceMap, DeviceMaps
 from .failures import describe_failure, shorten
 from .frames import Frame, Freight, Limits, Parcel, Wait
 from .functions import Names, describe
@@ -42,7 +43,7 @@ from .messages import (
 )
 from .pickling import Beside, PickleSerializer, Reducer, Serializer
 from .signature_decoder import Decoder, load_safely
-from .signature_encoder import NO_SUBJECT, Encoder, dump_pickle, dump_safely
+from .signature_encoder import NO_SUBJECT, Encoder, Subject, dump_pickle, dump_safely
 
 COMPILED, PICKLED, SAFE_COMPILED, SAFE, CUSTOM = 1, 2, 3, 4, 5
 _NO_NAMES: tuple[str, ...] = ()
@@ -89,6 +90,8 @@ class Manner(NamedTuple):
     """It runs the same script, so what that defines can go by name."""
     to: int = -1
     """Who it is."""
+    devices: DeviceMaps = DeviceMaps()
+    """On which devices tensors arrive there."""
 
 
 class Codec:
@@ -161,7 +164,7 @@ class Codec:
             TypeError: an argument cannot be sent.
             ValueError: it is larger than the limits.
         """
-        kind = self._kinds[type(call)]
+        kind, devices = self._kinds[type(call)], manner.devices.requests
         name = call.function
         if type(name) is not str:
             is_enough = manner.plain or self._custom is not None
@@ -174,9 +177,9 @@ class Codec:
             subject = (name, names, call.modes)
             if kind != CALL:
                 values = (call.ids, *values)
-            encoded = self._encoders[manner.plain].encode(kind, subject, values)
+            encoded = self._compiled(kind, subject, values, manner, devices)
             if encoded is not None:
-                return (*encoded, None)
+                return encoded
         if name is None and manner.plain:
             raise NotAllowedError(
                 f"{call.function!r} cannot be imported by name, and the worker called "
@@ -185,7 +188,7 @@ class Codec:
         target = call.function if name is None else name
         fields = (target, call.args, call.kwargs, call.modes, call.ids)
         try:
-            return self._general(kind, fields, manner, is_traced)
+            return self._general(kind, fields, manner, devices, is_traced=is_traced)
         except (RecursionError, pickle.PicklingError) as error:
             if "recursion" not in str(error):
                 raise
@@ -196,12 +199,12 @@ class Codec:
         """Encode a result."""
         if type(value) is TensorMessage:
             return self._tensor_message(RESULT, value, manner)
+        devices = manner.devices.responses
         if self._custom is None:
-            encoder = self._encoders[manner.plain]
-            encoded = encoder.encode(RESULT, NO_SUBJECT, (value,))
+            encoded = self._compiled(RESULT, NO_SUBJECT, (value,), manner, devices)
             if encoded is not None:
-                return (*encoded, None)
-        return self._general(RESULT, (value,), manner, is_traced)
+                return encoded
+        return self._general(RESULT, (value,), manner, devices, is_traced=is_traced)
 
     def failure(
         self, error: BaseException, manner: Manner, trace: str | None = None
@@ -225,18 +228,35 @@ class Codec:
         if fields_of is None:
             return self._tensor_message(kind, message, manner)
         fields = fields_of(message)
-        encoded = self._encoders[manner.plain].encode(kind, NO_SUBJECT, fields)
+        devices = manner.devices.requests
+        encoded = self._compiled(kind, NO_SUBJECT, fields, manner, devices)
         if encoded is not None:
-            return (*encoded, None)
-        return self._general(kind, fields, manner, is_traced)
+            return encoded
+        return self._general(kind, fields, manner, devices, is_traced=is_traced)
+
+    def _compiled(
+        self,
+        kind: int,
+        subject: Subject,
+        values: Sequence[Any],
+        manner: Manner,
+        devices: DeviceMap | None,
+    ) -> Encoded | None:
+        """A message by its signature, if it has one."""
+        if devices is not None and devices.moves_cpu:
+            return None
+        encoded = self._encoders[manner.plain].encode(kind, subject, values)
+        return None if encoded is None else (*encoded, None)
 
     def _tensor_message(
         self, kind: int, message: TensorMessage, manner: Manner
     ) -> Encoded:
-        parcel = self._encoders[manner.plain].encode_tensors(kind, message)
-        if parcel is not None:
-            return parcel, (), None
-        return self._general(kind, message.unshared(), manner)
+        devices = manner.devices.gradients
+        if devices is None or not devices.moves_cpu:
+            parcel = self._encoders[manner.plain].encode_tensors(kind, message)
+            if parcel is not None:
+                return parcel, (), None
+        return self._general(kind, message.unshared(), manner, devices)
 
     def open(self, frame: Frame, sender: int = -1) -> Opened:
         """The message in a frame.
@@ -298,11 +318,13 @@ class Codec:
         kind: int,
         fields: tuple[Any, ...],
         manner: Manner,
+        devices: DeviceMap | None = None,
+        *,
         is_traced: bool = False,
     ) -> Encoded:
         found: list[torch.Tensor] = []
         replaced = self._replacing and self._replacing(manner.to, kind == RESULT)
-        beside = Beside(self._replaced, replaced, is_traced=is_traced)
+        beside = Beside(self._replaced, replaced, is_traced=is_traced, devices=devices)
         encoding, serializer = self._serializer(manner, beside)
         try:
             data = serializer.dumps(fields, found)
@@ -324,7 +346,7 @@ class Codec:
 
     def _serializer(self, manner: Manner, beside: Beside) -> tuple[int, Serializer]:
         if manner.plain:
-            return SAFE, safe_encoding
+            return SAFE, safe_encoding.SafeSerializer(beside.devices)
         if self._custom is not None:
             return CUSTOM, self._custom
         same = manner.same_main

@@ -23,6 +23,7 @@ import cloudpickle
 import torch
 
 from . import tensor_kinds
+from .device_maps import DeviceMap
 from .functions import CHILD_MAIN, MAIN_MODULES, may_be_missing
 
 Reducer = Callable[[Any], "tuple[Any, ...] | str"]
@@ -50,6 +51,8 @@ class Beside:
     """What makes the object of its numbers."""
     is_traced: bool = False
     """Tensors that require grad will have a history where they arrive."""
+    devices: DeviceMap | None = None
+    """Where its tensors arrive; None: on devices of the same names."""
     traced: dict[int, torch.Tensor] = field(default_factory=dict)
     """Those, by number; where they arrived, without their history yet."""
 
@@ -120,6 +123,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             return traced, (beside.leave(obj), without_history(obj))
         if kind is torch.Tensor:
             return self._tensor(obj)
+        if kind is tensor_kinds.Copy:
+            return self._beside_pickle(obj.tensor)
         if isinstance(obj, torch.Tensor):
             return self._subclass(obj)
         if (
@@ -150,9 +155,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return obj.__qualname__, file.getvalue(), ""
 
     def _tensor(self, tensor: torch.Tensor) -> tuple[Any, ...]:
-        recipe = tensor_kinds.take_apart(tensor)
+        recipe = tensor_kinds.take_apart(tensor, self._beside.devices)
         if recipe is not None:
             return tensor_kinds.put_together, recipe
+        return self._beside_pickle(tensor)
+
+    def _beside_pickle(self, tensor: torch.Tensor) -> tuple[Any, ...]:
         self._tensors.append(tensor)
         return tensor_at, (len(self._tensors) - 1,)
 
@@ -166,7 +174,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
             grad = obj.requires_grad
             inner = obj.detach().as_subclass(torch.Tensor).requires_grad_(grad)
             return _as_subclass, (kind, inner, vars(obj))
-        recipe = tensor_kinds.on_device(obj)
+        recipe = tensor_kinds.on_device(obj, self._beside.devices)
         if recipe is not None:
             return tensor_kinds.put_together, recipe
         return (

@@ -10,17 +10,46 @@ from __future__ import annotations
 import struct
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import ProtocolError
 from . import tensor_kinds
+from .device_maps import DeviceMap
 
 _U32 = struct.Struct("<I")
 _F64 = struct.Struct("<d")
 _C128 = struct.Struct("<dd")
 _MAX_DEPTH = 64
+
+
+class SafeSerializer(NamedTuple):
+    """As a serializer, for messages that follow a device map."""
+
+    devices: DeviceMap | None = None
+
+    def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
+        """`obj` as bytes; its tensors are appended to `tensors`.
+
+        Raises:
+            TypeError: something in it is not plain data.
+            ValueError: the device map does not have a tensor's device.
+        """
+        out: list[bytes] = []
+        _put(obj, _Tensors(tensors, self.devices), out, 0)
+        return b"".join(out)
+
+    def loads(self, data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
+        """What `dumps` was given."""
+        return loads(data, tensors)
+
+
+class _Tensors(NamedTuple):
+    """Where those of one message go."""
+
+    found: list[torch.Tensor]
+    devices: DeviceMap | None
 
 
 def dumps(obj: Any, tensors: list[torch.Tensor]) -> bytes:
@@ -29,9 +58,7 @@ def dumps(obj: Any, tensors: list[torch.Tensor]) -> bytes:
     Raises:
         TypeError: something in it is not plain data.
     """
-    out: list[bytes] = []
-    _put(obj, tensors, out, 0)
-    return b"".join(out)
+    return SafeSerializer().dumps(obj, tensors)
 
 
 def loads(data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
@@ -50,7 +77,7 @@ def loads(data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _put(obj: Any, tensors: list[torch.Tensor], out: list[bytes], depth: int) -> None:
+def _put(obj: Any, tensors: _Tensors, out: list[bytes], depth: int) -> None:
     if depth > _MAX_DEPTH:
         raise TypeError(f"data nested deeper than {_MAX_DEPTH}")
     kind = type(obj)
@@ -68,6 +95,8 @@ def _put(obj: Any, tensors: list[torch.Tensor], out: list[bytes], depth: int) ->
             _put(item, tensors, out, depth + 1)
     elif kind is torch.Tensor or kind is torch.nn.Parameter:
         _put_tensor(obj, tensors, out, depth)
+    elif kind is tensor_kinds.Copy:
+        _put_beside(obj.tensor, tensors, out)
     else:
         raise TypeError(
             f"cannot send {kind.__module__}.{kind.__qualname__}: in allow-list mode "
@@ -76,19 +105,23 @@ def _put(obj: Any, tensors: list[torch.Tensor], out: list[bytes], depth: int) ->
 
 
 def _put_tensor(
-    tensor: torch.Tensor, tensors: list[torch.Tensor], out: list[bytes], depth: int
+    tensor: torch.Tensor, tensors: _Tensors, out: list[bytes], depth: int
 ) -> None:
     if type(tensor) is not torch.Tensor:
         grad = tensor.requires_grad
         tensor = tensor.detach().as_subclass(torch.Tensor).requires_grad_(grad)
-    recipe = tensor_kinds.take_apart(tensor)
+    recipe = tensor_kinds.take_apart(tensor, tensors.devices)
     if recipe is None:
-        out.append(b"@" + _U32.pack(len(tensors)))
-        tensors.append(tensor)
+        _put_beside(tensor, tensors, out)
         return
     out.append(b"R" + _U32.pack(2))
     _put(recipe[0], tensors, out, depth + 1)
     _put(recipe[1], tensors, out, depth + 1)
+
+
+def _put_beside(tensor: torch.Tensor, tensors: _Tensors, out: list[bytes]) -> None:
+    out.append(b"@" + _U32.pack(len(tensors.found)))
+    tensors.found.append(tensor)
 
 
 def _int_bytes(number: int) -> bytes:

@@ -12,11 +12,12 @@ stored integers to a quantized tensor that does not round again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from . import dense_tensors
+from . import dense_tensors, raw_bytes
+from .device_maps import DeviceMap
 
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED = {
@@ -30,13 +31,24 @@ _COMPRESSED = {
 }
 
 
-def take_apart(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
+Recipe = tuple[str, tuple[Any, ...]]
+
+
+class Copy(NamedTuple):
+    """In a recipe, the part that is sent as it is: a plain tensor, whatever maps there are."""
+
+    tensor: torch.Tensor
+
+
+def take_apart(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe | None:
     """The recipe of a tensor of exact type `torch.Tensor`; None if it is plain memory.
 
     Raises:
         TypeError: there is no way to send this kind of tensor.
+        ValueError: the device map does not have its device.
     """
-    if dense_tensors.is_plain(tensor):
+    there = tensor.device if devices is None else devices.target(tensor.device)
+    if dense_tensors.is_plain(tensor) and there == raw_bytes.CPU:
         return None
     grad = tensor.requires_grad
     tensor = tensor.detach()
@@ -50,19 +62,20 @@ def take_apart(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
     if tensor.is_nested and tensor.layout is torch.strided:
         # Each with its own memory: who puts them together from anyone's bytes insists.
         return "nested", ([member.clone() for member in tensor.unbind()], grad)
-    if not tensor.is_cpu and tensor.layout is torch.strided and not tensor.is_quantized:
-        return "device", (str(tensor.device), tensor.cpu(), grad)
+    is_dense = tensor.layout is torch.strided and not tensor.is_quantized
+    if is_dense and not (tensor.is_cpu and there == raw_bytes.CPU):
+        return "device", (str(there), Copy(tensor.cpu()), grad)
     if tensor.layout is torch.sparse_coo:
         parts = map(_unexpanded, (tensor._indices(), tensor._values()))
         return "coo", (*parts, tuple(tensor.shape), tensor.is_coalesced(), grad)
     if str(tensor.layout) in _COMPRESSED:
         return "compressed", (*_compressed_parts(tensor), grad)
     if tensor.is_quantized:
-        return "quantized", _quantized_parts(tensor)
+        return "quantized", _quantized_parts(tensor, there)
     raise TypeError(f"cannot send a tensor of {tensor.layout}, {tensor.dtype}")
 
 
-def on_device(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
+def on_device(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe | None:
     """The recipe of a tensor of a backend written in Python: they have a type of their own.
 
     On the CPU they are plain tensors. All else with a type of its own has that there, too.
@@ -72,7 +85,8 @@ def on_device(tensor: torch.Tensor) -> tuple[str, tuple[Any, ...]] | None:
     copy = tensor.detach().cpu()
     if type(copy) is not torch.Tensor:
         return None
-    return "device", (str(tensor.device), copy, tensor.requires_grad)
+    there = tensor.device if devices is None else devices.target(tensor.device)
+    return "device", (str(there), Copy(copy), tensor.requires_grad)
 
 
 def put_together(name: str, parts: tuple[Any, ...]) -> torch.Tensor:
@@ -117,7 +131,7 @@ def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if is_expanded(tensor) else tensor
 
 
-def _quantized_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
+def _quantized_parts(tensor: torch.Tensor, there: torch.device) -> tuple[Any, ...]:
     if tensor.dtype in (torch.quint4x2, torch.quint2x4):
         raise TypeError(f"cannot send a tensor of {tensor.dtype}")
     if tensor.qscheme() is torch.per_tensor_affine:
@@ -128,7 +142,7 @@ def _quantized_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
             tensor.q_per_channel_zero_points(),
             tensor.q_per_channel_axis(),
         )
-    return (str(tensor.device), tensor.int_repr().cpu(), *how)
+    return (str(there), Copy(tensor.int_repr().cpu()), *how)
 
 
 def _meta(

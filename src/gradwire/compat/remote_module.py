@@ -75,7 +75,7 @@ class _RemoteModule(_Base):
         self, module_rref: RRef[nn.Module], on: str | int, device: str
     ) -> None:
         super()._stand_for(module_rref, on, device)
-        self.is_device_map_set = False
+        self.is_device_map_set = self._is_mapped()
         self.is_scriptable = False
         self.generated_methods = ()
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from .._rpc.futures import CallFuture
 from .._rref.reference import RRef
-from ..api import remote, rpc_async, rpc_sync
+from ..api import current_worker, remote, rpc_async, rpc_sync
 from ..tracebacks import hidden_frames
 from ..uncompiled import uncompiled
 from .device import parse_device
@@ -27,9 +27,10 @@ class RemoteModule(Standin):
 
     `remote_device` names the worker and perhaps a device there: `"worker1"`, `"worker1/cuda:0"`,
     `"rank:1/cpu"`. What goes wrong there is raised by the first use. Inputs are moved to the
-    module's device; what it returns from another device than the CPU arrives on the CPU. It can be
-    passed to other workers: all use the same module. With an `interface` (a class marked
-    `torch.jit.interface`) it can be scripted, and scripts can call it; needs `script.enable()`.
+    module's device; what it returns from another device than the CPU arrives on the CPU, or by the
+    device map for its worker. It can be passed to other workers: all use the same module. With an
+    `interface` (a class marked `torch.jit.interface`) it can be scripted, and scripts can call it;
+    needs `script.enable()`.
 
     Raises:
         ValueError, RuntimeError: `remote_device` makes no sense, or there is no such worker.
@@ -117,7 +118,7 @@ class RemoteModule(Standin):
         with hidden_frames:
             if self.device == "cpu":
                 return self.module_rref.rpc_sync()(*args, **kwargs)
-            return self._there(_forward, self.device, args, kwargs)
+            return self._there(_forward, self.device, args, kwargs, self._is_mapped())
 
     @uncompiled
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
@@ -128,8 +129,12 @@ class RemoteModule(Standin):
         return rpc_async(
             self.module_rref.owner(),
             _forward,
-            args=(self.module_rref, self.device, args, kwargs),
+            args=(self.module_rref, self.device, args, kwargs, self._is_mapped()),
         )
+
+    def _is_mapped(self) -> bool:
+        """Whether this worker has a device map for the module's: outputs come back by that."""
+        return self.module_rref.owner_name() in current_worker().card.device_maps
 
     def get_module_rref(self) -> RRef[nn.Module]:
         """A reference to the module."""
@@ -309,10 +314,15 @@ def _convert(
 
 
 def _forward(
-    module: RRef[nn.Module], device: str, args: Any, kwargs: dict[str, Any]
+    module: RRef[nn.Module],
+    device: str,
+    args: Any,
+    kwargs: dict[str, Any],
+    is_mapped: bool,
 ) -> Any:
     args, kwargs = _moved((args, kwargs), device)
-    return _moved(module.local_value()(*args, **kwargs), "cpu")
+    value = module.local_value()(*args, **kwargs)
+    return value if is_mapped else _moved(value, "cpu")
 
 
 def _moved(value: Any, device: str) -> Any:

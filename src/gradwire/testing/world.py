@@ -53,8 +53,13 @@ class World:
         for worker in self.workers:
             prepare(worker)
         cards = [worker.card for worker in self.workers]
-        for worker in self.workers:
-            worker.start(cards, b"", None)
+        try:
+            for worker in self.workers:
+                worker.start(cards, b"", None)
+        except BaseException:
+            for worker in self.workers:
+                worker.close()
+            raise
 
     def __repr__(self) -> str:
         return f"<World of {[worker.name for worker in self.workers]}>"

@@ -249,10 +249,10 @@ def invoke_on_owner(rref: RRef[Any], method: str, args: Any, kwargs: Any) -> Any
 
 def _settings(options: TensorPipeRpcBackendOptions) -> Options:
     """Gradwire's own, where the program has said something."""
-    threads = options.num_worker_threads
-    if threads == constants.DEFAULT_NUM_WORKER_THREADS:
-        return Options(timeout=options.rpc_timeout)
-    return Options(timeout=options.rpc_timeout, threads=threads)
+    said: dict[str, Any] = {"device_maps": options.device_maps}
+    if options.num_worker_threads != constants.DEFAULT_NUM_WORKER_THREADS:
+        said["threads"] = options.num_worker_threads
+    return Options(timeout=options.rpc_timeout, **said)
 
 
 def _check_kind(store: Store, is_static: bool) -> None:

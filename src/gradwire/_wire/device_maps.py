@@ -1,0 +1,127 @@
+"""On which device a tensor arrives, by the device that it leaves.
+
+A worker can have a device map for another one: pairs of a device of its own and one over there. Its
+requests follow that map, and the responses to them follow it backwards. A device that the map does
+not list cannot be left, but for the CPU, which then leads to the CPU. Without a map, a tensor
+arrives on the device of the same name.
+
+Gradients go back to where their tensors came from. That was a request of the other worker, whose
+map is followed backwards; or else the response to a request from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from .raw_bytes import CPU
+
+Names = Mapping[str, str]
+"""A device map, as workers tell each other of it."""
+
+
+def names_of(given: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, str]]:
+    """What a user gave, by worker: devices are texts, objects, or numbers of the accelerator's.
+
+    Raises:
+        ValueError: two devices lead to the same one, or torch knows none of that name; says which
+            entry that is.
+    """
+    found: dict[str, dict[str, str]] = {}
+    for worker, pairs in given.items():
+        try:
+            names = {
+                str(torch.device(here)): str(torch.device(there))
+                for here, there in pairs.items()
+            }
+        except RuntimeError as error:
+            raise ValueError(f"device_maps[{worker!r}]: {error}") from None
+        if len(set(names.values())) < len(pairs):
+            raise ValueError(
+                f"device_maps[{worker!r}] must be one to one, but it is {names}"
+            )
+        found[worker] = names
+    return found
+
+
+def check(me: str, maps: Mapping[str, Names], workers: Collection[str] | None) -> None:
+    """See that the devices of a worker's maps are here, and the workers in its world.
+
+    In an elastic world, for which `workers` is None, they may come later.
+
+    Raises:
+        ValueError: one is not there; in torch's words, and says which.
+    """
+    strangers = set() if workers is None else maps.keys() - set(workers)
+    if strangers:
+        raise ValueError(
+            f"Node {me} has invalid target node names in its device maps: "
+            f"{sorted(strangers)}; there are {sorted(workers or ())}"
+        )
+    for worker, names in maps.items():
+        for here, there in names.items():
+            try:
+                torch.empty(0, device=here)
+            except (RuntimeError, AssertionError, NotImplementedError) as error:
+                reason = str(error).partition(". ")[0]  # torch's goes on for pages
+                raise ValueError(
+                    f"Node {me} has source devices with invalid indices in its device map "
+                    f"for {worker}: {here!r}, which leads to {there!r}: {reason}"
+                ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Where the tensors of messages to one worker arrive."""
+
+    pairs: dict[torch.device, torch.device]
+    name: str
+    """What errors call it."""
+    is_whole: bool = True
+    """Whether only what it lists may be left."""
+
+    @property
+    def moves_cpu(self) -> bool:
+        """Whether plain tensors do not stay on the CPU."""
+        return self.pairs.get(CPU, CPU) != CPU
+
+    def target(self, device: torch.device) -> torch.device:
+        """Where a tensor of this device arrives.
+
+        Raises:
+            ValueError: nowhere.
+        """
+        found = self.pairs.get(device)
+        if found is not None:
+            return found
+        if self.is_whole and device.type not in ("cpu", "meta"):
+            known = {str(here): str(there) for here, there in self.pairs.items()}
+            raise ValueError(
+                f"a tensor is on {device}, which {self.name} does not list: it is {known}"
+            )
+        return device
+
+
+class DeviceMaps(NamedTuple):
+    """Those for one other worker; None where tensors stay on the device of the same name."""
+
+    requests: DeviceMap | None = None
+    responses: DeviceMap | None = None
+    gradients: DeviceMap | None = None
+
+
+def between(me: str, mine: Names, other: str, theirs: Names) -> DeviceMaps:
+    """The maps for messages to another worker, by its map for me and mine for it."""
+    there = {torch.device(a): torch.device(b) for a, b in mine.items()}
+    back = {torch.device(b): torch.device(a) for a, b in theirs.items()}
+    request = f"the device map of worker {me!r} for {other!r}"
+    response = f"the device map of worker {other!r} for {me!r}, backwards,"
+    both = there | back
+    return DeviceMaps(
+        DeviceMap(there, request) if there else None,
+        DeviceMap(back, response) if back else None,
+        DeviceMap(both, "", is_whole=False) if both else None,
+    )

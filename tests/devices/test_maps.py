@@ -1,0 +1,208 @@
+"""Device maps: where tensors arrive, and come back to, by what a worker says."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwire as gw
+from gradwire._wire.device_maps import between, names_of
+from gradwire.testing import World
+from tests.worlds import socket_world
+
+CPU, FIRST, SECOND, THIRD = (
+    torch.device(d) for d in "cpu lazy:1 lazy:2 lazy:3".split()
+)
+
+
+@contextmanager
+def mapped(**options: Any) -> Iterator[World]:
+    with World(2, **options) as world, world.as_worker(0):
+        yield world
+
+
+def on(device: torch.device, *values: float) -> Tensor:
+    tensor = torch.tensor(values, dtype=torch.float32).to(device)
+    return tensor.requires_grad_()
+
+
+def device_of(x: Tensor) -> str:
+    return str(x.device)
+
+
+def double(x: Tensor) -> Tensor:
+    return x * 2
+
+
+def moved(x: Tensor, device: torch.device) -> Tensor:
+    return x.to(device)
+
+
+RING = {"worker1": {FIRST: SECOND, SECOND: THIRD}}
+
+
+def test_a_request_follows_the_map_and_its_response_goes_back() -> None:
+    with mapped(device_maps=RING):
+        x = on(FIRST, 1, 2)
+        assert gw.rpc_sync("worker1", device_of, (x,)) == "lazy:2"
+        result = gw.rpc_sync("worker1", double, (x,))
+        assert result.device == FIRST
+        assert result.cpu().tolist() == [2, 4]
+
+
+def test_nested_arguments_and_results_follow_it() -> None:
+    def devices(found: dict[str, list[Tensor]]) -> tuple[list[str], list[Tensor]]:
+        return [str(x.device) for x in found["a"]], found["a"]
+
+    with mapped(device_maps=RING):
+        given = {"a": [on(FIRST, 1), on(SECOND, 2), on(CPU, 3)]}
+        there, back = gw.rpc_sync("worker1", devices, (given,))
+        assert there == ["lazy:2", "lazy:3", "cpu"]
+        assert [x.device for x in back] == [FIRST, SECOND, CPU]
+
+
+def test_references_are_fetched_by_the_map() -> None:
+    with mapped(device_maps=RING):
+        rref = gw.remote("worker1", double, (on(FIRST, 1, 2),))
+        assert rref.to_here().device == FIRST
+        assert gw.rpc_sync(
+            "worker1", lambda r: device_of(r.local_value()), (rref,)
+        ) == ("lazy:2")
+        assert rref.rpc_sync().sum().device == FIRST
+
+
+@pytest.mark.parametrize("allow", [None, [device_of, double]])
+def test_the_cpu_can_be_mapped_too(allow: Any) -> None:
+    with mapped(device_maps={"worker1": {CPU: FIRST}}, allow=allow) as world:
+        x = torch.ones(2)
+        assert gw.rpc_sync("worker1", device_of, (x,)) == "lazy:1"
+        if allow is None:  # allow-lists know no tensors of pretended devices
+            assert gw.rpc_sync("worker1", double, (x,)).tolist() == [2, 2]
+        assert len(world) == 2
+
+
+def test_remote_modules_return_what_they_make_by_the_map() -> None:
+    with mapped(device_maps=RING):
+        layer = gw.RemoteModule("worker1/lazy:2", nn.Linear, (2, 1))
+        x = on(FIRST, 1, 2)
+        assert layer(x).device == FIRST
+        assert layer.forward_async(x).wait().device == FIRST
+        with gw.context() as ctx:
+            gw.backward(ctx, [layer(x).sum().cpu()])
+            assert gw.get_gradients(ctx)[x].device == FIRST
+
+
+def test_gradients_go_back_to_where_tensors_came_from() -> None:
+    with mapped(device_maps=RING):
+        x, y = on(FIRST, 1, 2), on(CPU, 3, 4)
+        with gw.context() as ctx:
+            first = gw.rpc_sync("worker1", double, (x,))
+            second = gw.rpc_sync("worker1", moved, (y, SECOND))
+            assert (first.device, second.device) == (FIRST, FIRST)
+            gw.backward(ctx, [(first * second).sum().cpu()])
+            found = gw.get_gradients(ctx)
+        assert (found[x].device, found[y].device) == (FIRST, CPU)
+        assert found[x].cpu().tolist() == [6, 8]
+        assert found[y].tolist() == [2, 4]
+
+
+def test_gradients_of_a_mapped_cpu() -> None:
+    with mapped(device_maps={"worker1": {CPU: FIRST}}):
+        x = on(CPU, 1, 2)
+        with gw.context() as ctx:
+            result = gw.rpc_sync("worker1", double, (x,))
+            assert result.device == CPU
+            gw.backward(ctx, [result.sum()])
+            assert gw.get_gradients(ctx)[x].tolist() == [2, 2]
+
+
+# What is refused
+
+
+def test_a_device_that_the_map_does_not_list_is_refused_at_the_caller() -> None:
+    with mapped(device_maps=RING) as world:
+        wrong = "on lazy:3, which the device map of worker 'worker0' for 'worker1' does"
+        with pytest.raises(ValueError, match=wrong):
+            gw.rpc_sync("worker1", double, (on(THIRD, 1),))
+        assert world[1].statistics()["calls_run"] == 0
+
+
+def test_an_output_on_such_a_device_is_an_error_of_the_callee() -> None:
+    with mapped(device_maps=RING):
+        wrong = r"on lazy:1, which .* backwards, does not list: .*'lazy:2': 'lazy:1'"
+        with pytest.raises(TypeError, match=wrong):
+            gw.rpc_sync("worker1", moved, (torch.ones(2), FIRST))
+
+
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        (
+            {FIRST: THIRD, "lazy:2": "lazy:3"},
+            r"device_maps\['worker1'\] must be one to",
+        ),
+        ({"no such device": "cpu"}, r"device_maps\['worker1'\]: .*no such device"),
+    ],
+)
+def test_maps_that_make_no_sense(given: Any, wrong: str) -> None:
+    with (
+        pytest.raises(ValueError, match=wrong),
+        World(2, device_maps={"worker1": given}),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("maps", "wrong"),
+    [
+        (
+            {"nobody": {FIRST: FIRST}},
+            r"invalid target node names .*\['nobody'\]; there a",
+        ),
+        (
+            {"worker1": {"lazy:9": FIRST}},
+            "for worker1: 'lazy:9', which leads to 'lazy:1'",
+        ),
+    ],
+)
+def test_workers_and_devices_that_are_not_there(maps: Any, wrong: str) -> None:
+    with pytest.raises(ValueError, match=wrong), World(2, device_maps=maps):
+        pass
+
+
+def test_a_device_that_is_not_over_there_is_named() -> None:
+    x, wrong = on(FIRST, 1), "tensor on 'lazy:9' was sent here"
+    with mapped(device_maps={"worker1": {FIRST: "lazy:9"}}) as world:
+        with pytest.raises(RuntimeError, match=wrong):
+            gw.rpc_sync("worker1", double, (x,))
+        assert len(world) == 2
+
+
+def test_each_worker_says_its_own_over_sockets() -> None:
+    apart = {0: {"device_maps": {"worker1": {FIRST: SECOND}}}}
+    with socket_world(2, apart=apart) as (first, second):
+        x = on(FIRST, 1, 2)
+        assert first.rpc_sync("worker1", device_of, (x,)) == "lazy:2"
+        assert first.rpc_sync("worker1", double, (x,)).device == FIRST
+        assert second.rpc_sync("worker0", device_of, (x,)) == "lazy:1"
+
+
+def test_devices_are_named_in_any_way() -> None:
+    given = {"a": {torch.device("cuda:1"): "cuda:0", "cpu": torch.device("xpu:2")}}
+    assert names_of(given) == {"a": {"cuda:1": "cuda:0", "cpu": "xpu:2"}}
+
+
+def test_the_maps_between_two_workers() -> None:
+    maps = between("a", {"cuda:0": "cuda:1"}, "b", {"cpu": "cuda:2"})
+    assert maps.requests is not None
+    assert maps.requests.target(torch.device("cuda:0")) == torch.device("cuda:1")
+    assert maps.responses is not None
+    assert maps.responses.target(torch.device("cuda:2")) == CPU
+    assert maps.gradients is not None
+    assert maps.gradients.target(torch.device("cuda:2")) == CPU
+    assert maps.gradients.target(torch.device("cuda:0")) == torch.device("cuda:1")
+    assert maps.gradients.target(torch.device("cuda:7")) == torch.device("cuda:7")
+    assert between("a", {}, "b", {}) == (None, None, None)
