@@ -118,6 +118,12 @@ class Options:
     serializer: Any = None
     """An object with `dumps(obj, tensors)` and `loads(data, tensors)` instead of pickle."""
 
+    handshake_timeout: float = _from_env("HANDSHAKE_TIMEOUT", float, 5.0)
+    """How long a stranger may take to prove that it knows the key."""
+    max_strangers: int = _from_env("MAX_STRANGERS", int, 256)
+    """Connections that may wait to be authenticated."""
+    max_strangers_per_address: int = _from_env("MAX_STRANGERS_PER_ADDRESS", int, 64)
+    """Those of them that may come from one IP address."""
     max_body: int = _from_env("MAX_BODY", int, 1 << 30)
     """The largest message accepted, not counting its large tensors."""
     max_bulk: int = _from_env("MAX_BULK", int, 1 << 37)
@@ -128,13 +134,17 @@ class Options:
     """Tells apart worlds that meet in one store."""
 
     def __post_init__(self) -> None:
-        times = "timeout join_timeout heartbeat host_heartbeat spin switch_interval"
+        times = (
+            "timeout join_timeout heartbeat host_heartbeat spin switch_interval "
+            "handshake_timeout"
+        )
         for name in times.split():
             if getattr(self, name) < 0:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: must not be negative"
                 )
-        for name in ("threads", "max_body", "max_bulk"):
+        sizes = "threads max_body max_bulk max_strangers max_strangers_per_address"
+        for name in sizes.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
         if self.min_workers is not None and self.min_workers < 1:

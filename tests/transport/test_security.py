@@ -254,7 +254,7 @@ def test_a_hello_for_another_worker_is_refused(
 def test_who_falls_silent_in_the_handshake_is_shut_out(
     target: Worker, journal: Journal, monkeypatch: pytest.MonkeyPatch, said: int
 ) -> None:
-    monkeypatch.setattr("gradwire._transport.acceptor._HANDSHAKE", 0.1)
+    monkeypatch.setattr(target._transport._acceptor, "patience", 0.1)
     with stranger(target) as sock:
         sock.sendall(new_hello(Purpose.SHARED, 1, 0, 1).to_bytes()[:said])
         assert is_closed(sock)
@@ -264,7 +264,7 @@ def test_who_falls_silent_in_the_handshake_is_shut_out(
 def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
     target: Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire._transport.acceptor._HANDSHAKE", 0.3)
+    monkeypatch.setattr(target._transport._acceptor, "patience", 0.3)
     with stranger(target) as sock:
         start = time.monotonic()
         sock.settimeout(0.1)
@@ -282,7 +282,7 @@ def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
 def test_strangers_beyond_a_number_are_shut_out_at_once(
     target: Worker, journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("gradwire._transport.acceptor._HANDSHAKE", 0.5)
+    monkeypatch.setattr(target._transport._acceptor, "patience", 0.5)
     crowd = [socket.create_connection(target.card.tcp, LIMIT) for _ in range(300)]
     journal.wait_for("too many connections wait to be authenticated")
     for sock in crowd:

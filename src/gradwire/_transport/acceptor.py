@@ -1,9 +1,10 @@
 """New connections, until those who made them have proven that they know the key.
 
 A stranger takes no thread: its socket is watched by the poller, and only the fixed-size hello and
-proof are read. There are places for `_PLACES` of them. When all are taken, whoever has been silent
-for the longest time goes, so that connections that say nothing keep nobody out; who is sent away
-for a member's sake tries again (`connector.py`). Refusals are logged once in an interval.
+proof are read (with TLS, its handshake before them). There are places for `Options.max_strangers`
+of them, and for `max_strangers_per_address` from one address. When all are taken, whoever has been
+silent for the longest time goes, so that connections that say nothing keep nobody out; who is sent
+away for a member's sake tries again (`connector.py`). Refusals are logged once in an interval.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import GradwireError, ProtocolError
+from ..errors import ProtocolError
+from ..options import Options
 from ..threads import Executor
-from .base import Receiver
-from .credentials import Credentials, check_name
+from .credentials import check_name
+from .endpoint import Endpoint
 from .handshake import (
     HELLO_SIZE,
     PROOF_SIZE,
@@ -30,13 +32,10 @@ from .handshake import (
     check_proof,
 )
 from .peer_user import check_user
-from .poller import Poller
 from .tls_socket import TlsSocket
 
 log = logging.getLogger("gradwire")
 
-_HANDSHAKE = 5.0  # seconds a stranger may take to prove itself
-_PLACES = 256
 _LOG_INTERVAL = 10.0
 
 Welcome = Callable[[Hello, Any], None]
@@ -47,19 +46,19 @@ class Acceptor:
 
     def __init__(
         self,
-        credentials: Credentials,
-        *,
-        poller: Poller,
-        executor: Executor,
+        endpoint: Endpoint,
+        options: Options,
         welcome: Welcome,
-        receiver: Receiver,
     ) -> None:
-        self.credentials = credentials
-        self.receiver = receiver
-        self.poller = poller
+        self.credentials = endpoint.credentials
+        self.receiver = endpoint.receiver
+        self.poller = endpoint.poller
+        self.patience = options.handshake_timeout
+        self._places = options.max_strangers
+        self._places_of_one = options.max_strangers_per_address
         self.welcome = welcome
-        self.executor = executor
-        self._refusals = _Refusals(executor)
+        self.executor = endpoint.executor
+        self._refusals = _Refusals(endpoint.executor)
         self._lock = threading.Lock()
         self._strangers: dict[_Stranger, None] = {}  # by age, the oldest first
         self._closed = False
@@ -74,7 +73,7 @@ class Acceptor:
             if self._closed:
                 sock.close()
                 return
-            crowded_out = self._make_place()
+            crowded_out = self._make_place(stranger)
             self._strangers[stranger] = None
             is_only = len(self._strangers) == 1
         if crowded_out is not None:
@@ -109,12 +108,15 @@ class Acceptor:
         for stranger in strangers:
             stranger.close()
 
-    def _make_place(self) -> _Stranger | None:
+    def _make_place(self, newcomer: _Stranger) -> _Stranger | None:
         """Who has to go for the next one, if all places are taken."""
-        if len(self._strangers) < _PLACES:
-            return None
-        silent = (one for one in self._strangers if not one.has_said_hello)
-        found = next(silent, None) or next(iter(self._strangers))
+        crowd = [one for one in self._strangers if one.origin == newcomer.origin]
+        if newcomer.is_local or len(crowd) < self._places_of_one:
+            crowd = list(self._strangers)
+            if len(crowd) < self._places:
+                return None
+        silent = (one for one in crowd if not one.has_said_hello)
+        found = next(silent, None) or crowd[0]
         del self._strangers[found]
         return found
 
@@ -142,11 +144,13 @@ class _Stranger:
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
         sock.setblocking(False)
-        self.deadline = time.monotonic() + _HANDSHAKE
+        self.deadline = time.monotonic() + acceptor.patience
+        self.is_local = sock.family == socket.AF_UNIX
         self._acceptor = acceptor
         self.origin = _origin(sock)
         self._raw = sock
         self._sock: socket.socket | TlsSocket = sock
+        self._awaits_tls = False
         self._data = b""
         self._hello = b""
         self._answer = b""
@@ -162,11 +166,15 @@ class _Stranger:
         """Look who it is, and whether the connection has to use TLS."""
         credentials = self._acceptor.credentials
         try:
-            if self._raw.family == socket.AF_UNIX:
+            if self.is_local:
                 check_user(self._raw)
             elif credentials.needs_tls(self._raw):
-                self._sock = credentials.with_tls(self._raw, accepts=True)
-        except (OSError, GradwireError) as error:
+                self._awaits_tls = True
+                self._acceptor.poller.watch(
+                    self
+                )  # nothing is spent on who says nothing
+                return
+        except OSError as error:
             self._acceptor.refuse(self, error)
         else:
             self.ready()
@@ -174,6 +182,11 @@ class _Stranger:
     def ready(self) -> None:
         """Something came. Called by one thread at a time."""
         try:
+            if self._awaits_tls:
+                self._awaits_tls = False
+                self._sock = self._acceptor.credentials.with_tls(
+                    self._raw, accepts=True
+                )
             if not self._hello:
                 self._hello = self._read(HELLO_SIZE)
                 self._greet()
@@ -187,7 +200,7 @@ class _Stranger:
         except TlsDiffersError as error:
             self._tell_of_tls()
             self._acceptor.refuse(self, error)
-        except (OSError, ProtocolError, RuntimeError) as error:
+        except (OSError, RuntimeError) as error:  # with GradwireError
             self._acceptor.refuse(self, error)
 
     def _tell_of_tls(self) -> None:

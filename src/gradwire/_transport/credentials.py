@@ -1,7 +1,7 @@
 """How a worker proves who it is: by the world's key, and to other machines with a certificate, too.
 
 TLS is of version 1.3, and both ends have a certificate with the worker's name. These are the user's
-(`Options.tls_ca`, `tls_cert`, `tls_key`), read again for every connection, so that they can be
+(`Options.tls_ca`, `tls_cert`, `tls_key`), looked at for every connection, so that they can be
 replaced under way. Or they are the world's own: its authority has a private key that is made of the
 world's key, so every worker knows it, and issues itself a certificate that is valid for a day. No
 files to manage, and nothing to revoke.
@@ -41,8 +41,7 @@ class Credentials:
         self._files = options.tls_ca, options.tls_cert, options.tls_key
         self._name = name
         self._lock = threading.Lock()
-        self._pem: tuple[str, bytes] | None = None
-        self._issued_at = 0.0
+        self._contexts: dict[bool, tuple[object, ssl.SSLContext]] = {}
 
     def needs_tls(self, sock: socket.socket) -> bool:
         """Whether a connection has to use TLS. Both ends come to the same answer."""
@@ -56,6 +55,29 @@ class Credentials:
         Raises:
             GradwireError: there can be no certificate.
         """
+        with self._lock:
+            return TlsSocket(sock, self._context(accepts))
+
+    def _context(self, accepts: bool) -> ssl.SSLContext:
+        """One with the certificates as they are now."""
+        state = self._state()
+        known = self._contexts.get(accepts)
+        if known is None or known[0] != state:
+            self._contexts[accepts] = known = state, self._new_context(accepts)
+        return known[1]
+
+    def _state(self) -> object:
+        """Changes when the certificates do."""
+        paths = [path for path in self._files if path]
+        if not paths:
+            return time.monotonic() // _RENEW
+        try:
+            found = [os.stat(path) for path in paths]
+        except OSError as error:
+            raise GradwireError(f"cannot use a file for TLS: {error}") from None
+        return [(one.st_ino, one.st_mtime_ns, one.st_size) for one in found]
+
+    def _new_context(self, accepts: bool) -> ssl.SSLContext:
         kind = ssl.PROTOCOL_TLS_SERVER if accepts else ssl.PROTOCOL_TLS_CLIENT
         context = ssl.SSLContext(kind)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -66,7 +88,7 @@ class Credentials:
         if accepts:
             context.num_tickets = 0  # each connection is verified anew
         self._load(context)
-        return TlsSocket(sock, context)
+        return context
 
     def _load(self, context: ssl.SSLContext) -> None:
         ca, certificate, key = self._files
@@ -79,11 +101,7 @@ class Credentials:
                     f"cannot use tls_ca={ca!r}, tls_cert={certificate!r}, tls_key={key!r}: {error}"
                 ) from None
             return
-        with self._lock:
-            if self._pem is None or time.monotonic() > self._issued_at + _RENEW:
-                self._pem = _issue(self.key, self._name)
-                self._issued_at = time.monotonic()
-            authority, chain = self._pem
+        authority, chain = _issue(self.key, self._name)
         context.load_verify_locations(cadata=authority)
         # OpenSSL takes certificates and keys from files only. This one is for us alone.
         file, path = tempfile.mkstemp(prefix="gradwire-")

@@ -110,13 +110,7 @@ class SocketTransport:
             recycler=Recycler(),
             traffic=self.traffic,
         )
-        self._acceptor = Acceptor(
-            credentials,
-            poller=self._poller,
-            executor=self._executor,
-            welcome=self._welcome,
-            receiver=receiver,
-        )
+        self._acceptor = Acceptor(self._endpoint, options, self._welcome)
         self._poller.start()
         for listener in self._listeners:
             self._poller.watch(listener)

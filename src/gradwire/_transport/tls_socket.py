@@ -24,6 +24,8 @@ _SENT = 112 << 10  # bytes encrypted at a time: larger pieces are new memory for
 _RECEIVED = 256 << 10  # bytes taken in at a time
 _RECORD = 16 << 10  # the largest piece that TLS knows
 
+_MOST = 64 << 10  # of a handshake
+
 _NOWHERE = memoryview(bytearray())
 
 Buffer = bytes | memoryview
@@ -40,6 +42,7 @@ class TlsSocket:
         self._lock = threading.Lock()  # OpenSSL does one thing at a time
         self._sending = threading.Lock()
         self._shaken = False
+        self._heard = 0
         self._is_over = False
         self._received = _NOWHERE  # where encrypted bytes come; strangers have none
         self._chunks: deque[bytes] = deque()
@@ -80,6 +83,9 @@ class TlsSocket:
                 if limit is not None:
                     self._sock.settimeout(max(limit - time.monotonic(), 0.001))
                 data = self._sock.recv(_RECORD)
+                self._heard += len(data)
+                if self._heard > _MOST:
+                    raise ProtocolError("more bytes than a handshake has") from None
                 if not data:
                     raise ConnectionResetError(
                         "connection closed in the handshake"
