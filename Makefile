@@ -13,7 +13,7 @@ INSTALL := $(BIN)/python -m pip install --quiet
 EXTRAS := bench demo
 GROUPS := test lint docs conformance
 
-.PHONY: test demo lint bench docs fuzz conformance clean
+.PHONY: test demo lint bench docs fuzz fuzz-wire conformance clean
 # Two pips in one .venv would get into each other's way.
 .NOTPARALLEL:
 
@@ -46,6 +46,13 @@ docs: .venv/.docs
 fuzz: .venv/.test
 	GRADWIRE_FUZZ=$(FUZZ) $(BIN)/python -m tests.simulate
 	GRADWIRE_FUZZ=$(FUZZ) $(PYTEST) -m fuzz --timeout=1800 $(ARGS)
+
+# The same for all that reads what arrives: 24 is ten million inputs.
+WIRE ?= 24
+fuzz-wire: .venv/.test
+	GRADWIRE_FUZZ=$(WIRE) $(PYTEST) -m fuzz --timeout=1800 \
+		tests/wire/test_mutated_frames.py tests/wire/test_safe_encoding.py \
+		tests/transport/test_mutated_handshakes.py
 
 clean:
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

@@ -20,7 +20,7 @@ import torch
 
 from gradwire._transport.framed_socket import FrameReader
 from gradwire._transport.shared_memory import Recycler
-from gradwire._wire import dense_tensors
+from gradwire._wire import dense_tensors, safe_encoding
 from gradwire._wire.codec import COMPILED, SAFE, SAFE_COMPILED, Manner
 from gradwire._wire.frames import HEADER, Frame, Limits, Parcel
 from gradwire._wire.messages import CALL, GOODBYE, PING, RESULT, Call, Result
@@ -31,6 +31,7 @@ from tests.wire.round_trip import Codec
 
 STREAMS = 5000  # per seed; 20 seeds make the 100,000
 TABLES = 2000
+PLAIN_DATA = 5000
 LIMITS = Limits(300_000, 300_000)
 MOST_GROWTH = 64 << 20  # of the process; limits that do not hold would take gigabytes
 
@@ -301,6 +302,19 @@ def test_mutated_tables_and_signatures_are_understood_or_refused(
             frame.area = area
             decoded, _ = decoder.decode(frame)
             touch([getattr(decoded, name) for name in decoded.__slots__])
+        except ProtocolError:
+            pass
+
+
+@pytest.mark.usefixtures("no_pickle", "bounded_memory")
+def test_mutated_plain_data_are_read_or_refused(fuzz_seed: int) -> None:
+    mutator = Mutator(fuzz_seed)
+    small = [torch.ones(2, 3), torch.zeros(3, dtype=torch.int8)]
+    originals = [safe_encoding.dumps(value, []) for value in values()]
+    for _ in range(PLAIN_DATA):
+        data = bytes(mutator.mutant(originals))
+        try:
+            touch(safe_encoding.loads(data, small))
         except ProtocolError:
             pass
 
