@@ -118,7 +118,7 @@ class Context:
         """Its graph here as it is now; with the lock."""
         segments = self._segments
         if segments.count < len(self.sends):
-            for send in list(islice(self.sends.values(), segments.count, None)):
+            for send in [*islice(self.sends.values(), segments.count, None)]:
                 segments.add(send)
         return segments
 

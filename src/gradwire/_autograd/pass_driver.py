@@ -205,7 +205,7 @@ class Round:
             elif type(action) is Wake:
                 part.wake(action.send)
             elif type(action) is Reach:
-                recvs = part.runner.reach(action.sources).recvs
+                recvs = dict(part.runner.reach(action.sources).recvs)
                 numbers = [node.crossing.id for node in recvs]
                 with part.lock:
                     part.state.reached(action.sources, numbers)
@@ -213,8 +213,8 @@ class Round:
                     slots = [(node.crossing.id, index) for index in sorted(indexes)]
                     _at(leaving, node.crossing.worker).slots += slots
             elif type(action) is Narrow:
-                recvs = part.runner.reach(action.sources).recvs
-                numbers = [node.crossing.id for node in recvs]
+                reached = part.runner.reach(action.sources).recvs
+                numbers = [node.crossing.id for node in [*reached]]
                 with part.lock:
                     voids = part.state.narrowed(action.sources, numbers)
                 self._act(voids, leaving)
@@ -236,11 +236,8 @@ class Round:
             part.check()
             if me in leaving:
                 runs += self._take_own(leaving)
-            elif any(not run.waits for run in runs):
-                begun = time.perf_counter()
-                self._run(_next(runs), leaving)
-                if runs and time.perf_counter() - begun > _LONG:
-                    self._post_all(leaving)
+            elif runs and not (is_rest and all(run.waits for run in runs)):
+                self._run_next(runs, leaving)
             elif runs:
                 runs = self._wait_in_one(runs, leaving, may_wait=may_wait)
             elif not is_rest and self.asker in leaving:
@@ -255,6 +252,17 @@ class Round:
             else:
                 self.send_now(leaving)
                 return
+
+    def _run_next(self, runs: list[Run], leaving: Leaving) -> None:
+        """Run the first of these that need not wait."""
+        run = runs.pop([run.waits for run in runs].index(False))
+        if not runs:
+            self._run(run, leaving)
+            return
+        begun = time.perf_counter()
+        self._run(run, leaving)
+        if time.perf_counter() - begun > _LONG:
+            self._post_all(leaving)
 
     def _wait_in_one(
         self, runs: list[Run], leaving: Leaving, *, may_wait: bool
@@ -414,11 +422,6 @@ class Round:
 
 def _at(leaving: Leaving, worker: int) -> Load:
     return leaving.setdefault(worker, Load())
-
-
-def _next(runs: list[Run]) -> Run:
-    """The first of these that need not wait."""
-    return runs.pop([run.waits for run in runs].index(False))
 
 
 def _look() -> None:

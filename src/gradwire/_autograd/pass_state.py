@@ -130,10 +130,11 @@ class PassState:
             return [Wake(source)]
         if source in self._over:
             return []
-        if len(sources) == 1 and slots and not self._announced:  # as mostly
+        is_any = bool(slots) or source == ROOTS
+        if len(sources) == 1 and is_any and not self._announced:  # as mostly
             self._over.add(source)
             return [Run({source: slots})]
-        if slots or source == ROOTS:
+        if is_any:
             self.parked[source] = slots
         return self._start(sources)
 

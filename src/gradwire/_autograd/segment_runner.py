@@ -98,9 +98,10 @@ class SegmentRunner:
         flags = self._flags
         sends = self._plan.sends(sources)
         reach = self.reach(sources)
+        recvs = [*reach.recvs]
         leaves = () if flags & QUIET else [*reach.leaves]
-        replicas = replicated(leaves)
-        if replicas or _are_hooked([*sends, *reach.recvs]):
+        replicas = replicated(leaves) if leaves else ()
+        if replicas or (hooks.on_crossings and _are_hooked([*sends, *recvs])):
             given = None
         if given is None:
             sends = [send.only(sources[send.crossing.id]) for send in sends]
@@ -113,7 +114,7 @@ class SegmentRunner:
             size=len(reach.nodes),
             leaves=leaves,
             wanted=self._start.wanted,
-            recvs=reach.recvs,
+            recvs=recvs,
             flags=flags,
         )
         if replicas:
@@ -160,4 +161,4 @@ class SegmentRunner:
 
 def _are_hooked(ends: Iterable[Any]) -> bool:
     """Whether nodes of sends and recvs have to be run, for the sake of their hooks."""
-    return bool(hooks.on_crossings) and any(end.crossing.is_hooked for end in ends)
+    return any(end.crossing.is_hooked for end in ends)

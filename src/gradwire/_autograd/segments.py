@@ -29,6 +29,7 @@ from .nodes import LEAF_NODE, RECV_NODE, Edge, Send, leaf_node
 from .pass_state import ROOTS, Indexes
 
 _LIFT = 1 << 40
+_NONE: set[int] = set()
 
 Recvs = dict[Any, set[int]]
 """The nodes of recvs, and which of their tensors are reached."""
@@ -288,14 +289,16 @@ class Plan:
         return found if source in found else ()
 
     def reach(self, sources: Mapping[int, Indexes], roots: Sequence[Edge]) -> Reach:
-        """What these slots of the sources of one segment reach, and its roots if they are some."""
-        segment = self.segment(next(iter(sources)))
+        """What these slots of the sources of one segment reach, and its roots if they are some.
+
+        It may grow while it is looked at, as others record.
+        """
+        (first, *_) = sources
+        segment = self.segment(first)
         assert segment is not None
-        if is_whole(segment, sources):
-            leaves = set(segment.leaf_nodes())
-            recvs = dict(segment.recvs)  # others may record meanwhile
-            return Reach({*segment.nodes}, leaves, recvs, set())
-        return walk(self.edges(sources, roots), {})
+        if segment.is_bare or not _is_whole(segment, sources):
+            return walk(self.edges(sources, roots), {})
+        return Reach(segment.nodes, segment.leaves, segment.recvs, _NONE)
 
     def edges(
         self, sources: Mapping[int, Indexes], roots: Sequence[Edge]
@@ -309,16 +312,18 @@ class Plan:
 
     def sends(self, sources: Mapping[int, Indexes]) -> list[Send]:
         """The messages among sources of one segment, by creation."""
-        segment = self.segment(next(iter(sources)))
+        (first, *_) = sources
+        segment = self.segment(first)
         assert segment is not None
         return [send for send in segment.sends if send.crossing.id in sources]
 
 
-def is_whole(segment: Segment, sources: Mapping[int, Indexes]) -> bool:
+def _is_whole(segment: Segment, sources: Mapping[int, Indexes]) -> bool:
     """Whether these are all slots of all sources of a segment."""
-    if len(sources) != len(segment.sends) + segment.has_roots:
+    sends = segment.sends
+    if len(sources) != len(sends) + segment.has_roots:
         return False
-    return all(send.count == len(sources[send.crossing.id]) for send in segment.sends)
+    return all(s.crossing.count == len(sources[s.crossing.id]) for s in sends)
 
 
 def lift(nodes: Iterable[Any], latest: int) -> None:
