@@ -80,7 +80,7 @@ def init_rpc(  # noqa: PLR0913 torch's signature
 
     Raises:
         ClosedError: this process has a current worker already.
-        ValueError: the name or rank is taken, or an option makes no sense.
+        ValueError: the name or rank is taken, or an option is invalid.
         GradwireError: the others did not come within `join_timeout`.
 
     >>> with gw.init_rpc("alone", rank=0, world_size=1, store=HashStore()) as worker:

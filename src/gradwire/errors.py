@@ -8,7 +8,7 @@ GradwireError                 (a RuntimeError, so that code written for torch's 
 ├── BackwardTimeout           the world: a backward pass did not end in time (a TimeoutError, too)
 ├── StaleReferenceError       the world: the value of a reference is gone, with who kept it alive
 ├── OwnersError               several of these at once, from several workers
-├── ProtocolError             the other side: bytes that make no sense
+├── ProtocolError             the other side: malformed bytes
 │   └── AuthenticationError   the other side: it does not know the world's key
 └── RemoteError               your function over there: it raised (the cause of what you catch)
 """

@@ -35,7 +35,7 @@ def local_world(workers: int, **options: Any) -> Iterator[Worker]:
 
     Raises:
         ClosedError: this process has a current worker already.
-        ValueError, TypeError: `workers` or an option makes no sense.
+        ValueError, TypeError: `workers` or an option is invalid.
 
     >>> with local_world(4) as world:                               # doctest: +SKIP
     ...     world.rpc_sync("worker3", lambda x: x + 1, args=(torch.ones(2),))

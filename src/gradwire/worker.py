@@ -482,7 +482,7 @@ def open_worker(
     `around` may put another transport around the sockets, such as one with faults.
 
     Raises:
-        ValueError: the name or rank is taken or makes no sense.
+        ValueError: the name or rank is taken or invalid.
         GradwireError: the others did not come in time.
     """
     check_name(name)

@@ -95,8 +95,8 @@ def test_a_program_that_is_not_there_is_said() -> None:
 @pytest.mark.parametrize(
     ("line", "error"),
     [
-        ("rpc._set_profiler_node_id(0)", "rpc._set_profiler_node_id is not there"),
-        ("import torch.distributed.rpc.rref_proxy", "rref_proxy is not there"),
+        ("rpc._set_profiler_node_id(0)", "rpc._set_profiler_node_id is not available"),
+        ("import torch.distributed.rpc.rref_proxy", "rref_proxy is not available"),
         ("rpc.rpc_sync('worker1', max)", "RPC has not been initialized"),
         ("rpc.RRef(1)", "Current RPC agent is not set"),
     ],

@@ -61,7 +61,9 @@ def test_every_name_of_torchs_own_modules_is_ours_or_an_error_that_names_it() ->
     assert set(autograd.values()) == {"ours"}, autograd
     assert sorted(refused) == sorted(REFUSED)
     for name, told in refused.items():
-        assert f"torch._C._distributed_rpc.{name} is not there in Gradwire: " in told
+        assert (
+            f"torch._C._distributed_rpc.{name} is not available in Gradwire: " in told
+        )
 
 
 def test_libraries_that_look_into_torchs_own_modules_find_gradwire(

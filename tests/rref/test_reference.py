@@ -296,9 +296,9 @@ def test_a_copy_of_a_reference_is_the_same_one(plain: World) -> None:
 
 def test_a_reference_cannot_be_pickled_outside_of_calls(plain: World) -> None:
     for rref in (gw.RRef(1), gw.remote(OTHER, add, (1, 2))):
-        with pytest.raises(TypeError, match=r"<RRef .*> can be sent in calls only"):
+        with pytest.raises(TypeError, match=r"<RRef .*> can only be sent in calls"):
             pickle.dumps([rref])
-    with pytest.raises(TypeError, match="can be sent in calls only"):
+    with pytest.raises(TypeError, match="can only be sent in calls"):
         gw.rpc_sync(OTHER, pickle.dumps, (rref,))
 
 

@@ -198,7 +198,7 @@ class InterceptedCodec:
         """Decode the message in a frame. It may be used once `frame.waits` have completed.
 
         Raises:
-            ProtocolError: the bytes make no sense.
+            ProtocolError: the bytes are malformed.
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """

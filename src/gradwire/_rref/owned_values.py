@@ -305,6 +305,6 @@ class OwnedValues:
 
     def _stale(self, number: int) -> StaleReferenceError:
         return StaleReferenceError(
-            f"value {spell(number)} of worker {self._me.name!r} is gone: the reference to it "
-            "was released, or came too late"
+            f"value {spell(number)} of worker {self._me.name!r} has been freed: the reference to "
+            "it was released, or arrived too late"
         )

@@ -204,9 +204,7 @@ class RRef(Generic[T]):
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(
-            f"{self!r} can be sent in calls only: a pickle could be read after its end"
-        )
+        raise TypeError(f"{self!r} can only be sent in calls: a pickle may outlive it")
 
 
 def no_service() -> NoReturn:

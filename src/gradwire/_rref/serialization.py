@@ -75,8 +75,8 @@ class ReferenceCarrier:
         owner, number, fork, token, is_reply = fields
         if not self._held_forks.child_came(sender, token):
             raise StaleReferenceError(
-                f"the reference to value {spell(number)} came too late: who sent it was told "
-                "that it had not come"
+                f"the reference to value {spell(number)} arrived too late: its sender was "
+                "told that it had not arrived"
             )
         adoption = None
         if owner == self._agent.me.id:
@@ -150,7 +150,7 @@ class PendingFork:
                 self._answer = self._carrier.ask_to_adopt(self._holding)
         if not accepted:
             raise StaleReferenceError(
-                f"value {spell(self._holding.value)} is gone: who passed the reference to it "
-                "on did not live long enough, or was too slow"
+                f"value {spell(self._holding.value)} has been freed: the worker that passed "
+                "the reference on has died, or let go of it too early"
             )
         self._carrier.adopted(self._holding, self._sender, self._token)

@@ -262,7 +262,7 @@ class Codec:
         """The message in a frame.
 
         Raises:
-            ProtocolError: the bytes make no sense.
+            ProtocolError: the bytes are malformed.
             NotAllowedError: it holds a pickle, and this worker accepts none.
             Exception: whatever unpickling it raises.
         """

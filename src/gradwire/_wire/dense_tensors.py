@@ -244,7 +244,7 @@ def unpack(
     except (struct.error, ValueError, TypeError, RuntimeError, OverflowError) as error:
         if isinstance(error, ProtocolError):
             raise
-        raise ProtocolError(f"table of tensors makes no sense: {error}") from error
+        raise ProtocolError(f"invalid table of tensors: {error}") from error
 
 
 class _Table:

@@ -223,7 +223,7 @@ class _Unpickler(pickle.Unpickler):
 def of_main(name: str, value: bytes, reason: str) -> Any:
     """Stands in a pickle for something of the main script; only our unpickler can follow it."""
     raise pickle.UnpicklingError(
-        f"{name!r} of the main script can be sent in calls only"
+        f"{name!r} of the main script can only be sent in calls"
     )
 
 
@@ -234,7 +234,7 @@ def tensor_at(index: int) -> torch.Tensor:
 
 def restored(*numbers: int) -> Any:
     """Stands in a pickle for an object that travels as numbers."""
-    raise pickle.UnpicklingError("it can be sent in calls only")
+    raise pickle.UnpicklingError("it can only be sent in calls")
 
 
 def traced(number: int, tensor: torch.Tensor) -> torch.Tensor:

@@ -58,7 +58,7 @@ class Decoder:
         """The message, and its tensors that are to require grad.
 
         Raises:
-            ProtocolError: the bytes make no sense.
+            ProtocolError: the bytes are malformed.
         """
         body = frame.body
         try:
@@ -97,7 +97,7 @@ class Decoder:
             signature = safe_encoding.loads(key[1], [])
             plan = Plan(frame.kind, signature, self._types, 2 * self._limits.bulk)
         except (TypeError, ValueError, LookupError, RuntimeError) as error:
-            raise ProtocolError(f"signature makes no sense: {error}") from error
+            raise ProtocolError(f"invalid signature: {error}") from error
         self._learned += length
         if self._learned > _MAX_LEARNED:
             self._known.clear()
@@ -128,7 +128,7 @@ class Plan:
         """`most_bytes`: of large tensors, and of copies of tensors that came once.
 
         Raises:
-            TypeError, ValueError, ProtocolError: the signature makes no sense.
+            TypeError, ValueError, ProtocolError: the signature is invalid.
         """
         # Unpacked only if it is a tuple: a tensor in its place could have any number of items.
         if type(signature) is not tuple:

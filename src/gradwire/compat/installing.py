@@ -124,8 +124,8 @@ class _Finder(MetaPathFinder):
             return ModuleSpec(fullname, _Ours())
         if fullname.startswith(f"{_RPC}."):
             raise ModuleNotFoundError(
-                f"{fullname} is not there in Gradwire, which stands in the place of "
-                f"{_RPC} (docs/migrate.md says what is)",
+                f"{fullname} is not available: Gradwire replaces "
+                f"{_RPC} (docs/migrate.md lists what it has)",
                 name=fullname,
             )
         return None

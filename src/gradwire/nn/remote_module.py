@@ -33,7 +33,7 @@ class RemoteModule(Standin):
     needs `script.enable()`.
 
     Raises:
-        ValueError, RuntimeError: `remote_device` makes no sense, or there is no such worker.
+        ValueError, RuntimeError: `remote_device` is invalid, or there is no such worker.
 
     >>> layer = gw.RemoteModule("worker1", torch.nn.Linear, args=(2, 3))
     >>> layer(torch.ones(4, 2)).shape

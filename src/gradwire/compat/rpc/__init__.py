@@ -109,6 +109,6 @@ def _get_debug_info() -> dict[str, str]:
 
 def __getattr__(name: str) -> typing.Any:
     raise AttributeError(
-        f"torch.distributed.rpc.{name} is not there in Gradwire, which stands in its place "
-        "(docs/migrate.md says what is)"
+        f"torch.distributed.rpc.{name} is not available: Gradwire replaces this "
+        "module (docs/migrate.md lists what it has)"
     )

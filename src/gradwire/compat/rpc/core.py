@@ -83,7 +83,7 @@ class Absent:
     """A name of torch's that has nothing behind it here."""
 
     def __init__(self, name: str, instead: str) -> None:
-        self._why = f"{NAME}.{name} is not there in Gradwire: {instead}"
+        self._why = f"{NAME}.{name} is not available in Gradwire: {instead}"
 
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(self._why)
@@ -128,6 +128,6 @@ _invoke_rpc_torchscript = _absent("_invoke_rpc_torchscript", _RPC)
 
 def __getattr__(name: str) -> NoReturn:
     raise AttributeError(
-        f"{NAME}.{name} is not there in Gradwire, which stands in its place "
-        "(docs/migrate.md says what is)"
+        f"{NAME}.{name} is not available: Gradwire replaces this "
+        "module (docs/migrate.md lists what it has)"
     )

@@ -142,14 +142,14 @@ class RRef(_RRef[T]):
             self._agent()
             self.check()
         raise RuntimeError(
-            "RRef._serialize() is not there in Gradwire: pass the RRef itself in a call, "
+            "RRef._serialize() is not available in Gradwire: pass the RRef itself in a call, "
             "at any depth of its arguments (docs/migrate.md)"
         )
 
     @staticmethod
     def _deserialize(data: Any) -> NoReturn:
         raise RuntimeError(
-            "RRef._deserialize() is not there in Gradwire: pass the RRef itself in a call"
+            "RRef._deserialize() is not available in Gradwire: pass the RRef itself in a call"
         )
 
     def check(self) -> None:

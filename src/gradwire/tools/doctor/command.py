@@ -31,7 +31,7 @@ def main(given: Sequence[str]) -> int:
     try:
         options = Options()
     except ValueError as error:
-        print(f"the environment makes no sense: {error}")
+        print(f"invalid environment: {error}")
         return 1
     bad = _show("versions", checks.versions())
     bad += _show("ways to talk", checks.transports(options))
