@@ -1,5 +1,8 @@
 """`gradwire doctor`: what it finds, and its self test."""
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from gradwire import Options
@@ -60,6 +63,31 @@ def test_the_key_is_not_shown(
     monkeypatch.setenv("GRADWIRE_KEY", "do not show this to anyone")
     main(["--quick"])
     assert "do not show" not in capsys.readouterr().out
+
+
+def exposed(**options: Any) -> dict[str, checks.Finding]:
+    return {f.what: f for f in checks.exposure(Options(**options))}
+
+
+def test_by_default_nothing_is_exposed() -> None:
+    found = exposed()
+    assert not any(f.is_bad for f in found.values())
+    assert found["key"].found == "this user's own"
+    assert found["listens on"].found == "127.0.0.1"
+    assert found["TLS between machines"].found == "yes"
+
+
+def test_what_is_exposed_is_marked(tmp_path: Path) -> None:
+    found = exposed(trust_store=True, tls=False, bind="0.0.0.0")
+    assert found["key"].is_bad
+    assert found["TLS between machines"].is_bad
+    assert "others can reach it" in found["listens on"].so
+    readable = tmp_path / "key"
+    readable.write_text("a key that all can read\n")
+    readable.chmod(0o644)
+    (key,) = (f for f in exposed(key_file=str(readable)).values() if f.what == "key")
+    assert key.is_bad
+    assert "can be read by others" in key.so
 
 
 @pytest.mark.slow

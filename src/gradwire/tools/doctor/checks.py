@@ -7,12 +7,13 @@ import platform
 import resource
 import socket
 from collections.abc import Iterator
+from importlib.util import find_spec
 from typing import NamedTuple
 
 import torch
 
 from ... import __version__
-from ..._transport import addresses, shared_memory
+from ..._transport import addresses, key_files, shared_memory
 from ...errors import GradwireError
 from ...options import Options
 
@@ -62,6 +63,54 @@ def transports(options: Options) -> Iterator[Finding]:
             "for tensors above 32 KiB, between workers of one host",
         )
     yield _tcp(options, uses_unix)
+
+
+def exposure(options: Options) -> Iterator[Finding]:
+    """What a world here would be open to, with these options."""
+    yield _key(options)
+    bound = options.bind or "127.0.0.1"
+    try:
+        is_open = not addresses.is_loopback((bound, 0))
+    except ValueError:  # a name
+        is_open = True
+    yield Finding(
+        "listens on",
+        bound,
+        "others can reach it: they need the key"
+        if is_open
+        else "this machine only, unless the rendezvous is on another one",
+    )
+    yield _tls(options)
+    if options.allow is None:
+        yield Finding("who has the key", "runs any code", "unless allow=[...] is given")
+    yield Finding("audit log", options.audit or "none", "set GRADWIRE_AUDIT to a file")
+
+
+def _key(options: Options) -> Finding:
+    try:
+        given = key_files.given(options)
+        if not given and not options.trust_store:
+            key_files.own()
+    except (OSError, ValueError, TypeError, GradwireError) as error:
+        return Finding("key", "unusable", str(error), is_bad=True)
+    if given:
+        return Finding("key", "yours", "for all machines that have it")
+    if options.trust_store:
+        so = "who reads that can run any code (GRADWIRE_TRUST_STORE)"
+        return Finding("key", "in the store", so, is_bad=True)
+    return Finding("key", "this user's own", "for workers of this machine")
+
+
+def _tls(options: Options) -> Finding:
+    if options.tls is False:
+        so = "who is in between can run any code (GRADWIRE_TLS)"
+        return Finding("TLS between machines", "off", so, is_bad=True)
+    if options.tls_cert:
+        return Finding("TLS between machines", "yes", "with certificates of yours")
+    if find_spec("cryptography") is None:
+        so = "connections to other machines fail: pip install 'gradwire[tls]'"
+        return Finding("TLS between machines", "not possible", so)
+    return Finding("TLS between machines", "yes", "with certificates of the world's")
 
 
 def devices() -> Iterator[Finding]:

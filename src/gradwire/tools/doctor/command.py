@@ -35,6 +35,7 @@ def main(given: Sequence[str]) -> int:
         return 1
     bad = _show("versions", checks.versions())
     bad += _show("ways to talk", checks.transports(options))
+    bad += _show("exposure", checks.exposure(options))
     bad += _show("devices", checks.devices())
     bad += _show("limits", checks.limits())
     bad += _show("environment", checks.settings())
