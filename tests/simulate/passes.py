@@ -25,6 +25,7 @@ from gradwire._autograd.pass_state import (
     Run,
     Step,
     Void,
+    Wake,
 )
 
 from .simulation import Simulation, Wrong
@@ -175,6 +176,8 @@ class Running:
     seen: set[int] = field(default_factory=set)
     done: set[int] = field(default_factory=set)
     held: Leaving = field(default_factory=dict)
+    asleep_for: int | None = None
+    """The message that the engine waits for, until it is woken."""
 
 
 class Worker:
@@ -183,7 +186,11 @@ class Worker:
     def __init__(self, me: int, graph: Graph) -> None:
         self.me = me
         self.graph = graph
-        self.segments = graph.segments()
+        self._by_source = {
+            _number(source): segment
+            for segment in graph.segments()
+            for source in segment
+        }
         self.state = PassState(self)
         self.running: list[Running] = []
         self.rounds: list[Round] = []
@@ -191,10 +198,7 @@ class Worker:
         self.has_failed = False
 
     def segment(self, source: int) -> list[Source]:
-        for segment in self.segments:
-            if any(_number(each) == source for each in segment):
-                return segment
-        return []
+        return self._by_source.get(source, [])
 
     def sources(self, source: int) -> Sequence[int]:
         """See `pass_state.Plan`."""
@@ -280,6 +284,8 @@ class Pass:
             for running in worker.running:
                 if self.can_go_on(worker, running):
                     moves.append(partial(self.go_on, worker, running))
+                    if self._in_order:
+                        return moves
         self.flying.sort(key=lambda flight: flight.due)
         return moves + [partial(self.fly, flight) for flight in self.flying]
 
@@ -323,7 +329,10 @@ class Pass:
         waiting, ready = self.look(worker, running)
         if ready or not waiting or worker.has_failed:
             return True
-        return worker.state.fate(waiting[-1]) is not None
+        if running.asleep_for != waiting[-1]:
+            is_known = worker.state.fate(waiting[-1]) is not None
+            running.asleep_for = None if is_known else waiting[-1]
+        return running.asleep_for is None
 
     def go_on(self, worker: Worker, running: Running) -> None:
         """Recvs that are ready first, then the newest message, then the end."""
@@ -395,6 +404,10 @@ class Pass:
                 for slot in sorted(reached):
                     to = self.sender(worker, slot[0])
                     leaving.setdefault(to, Load()).slots.append(slot)
+            elif type(action) is Wake:
+                for running in worker.running:
+                    if running.asleep_for == action.send:
+                        running.asleep_for = None
             elif type(action) is Void:
                 for message in action.recvs:
                     to = self.sender(worker, message)

@@ -7,11 +7,12 @@ believed twice, a wake-up that is forgotten.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import pytest
 
+from gradwire._autograd.pass_state import Action, Indexes, PassState, Run, Wake
 from gradwire._rpc.calls import Seen
 from gradwire._rref.held_forks import Outbox
 from gradwire._rref.ledger import Holding, OwnerLedger, Transit, UserLedger
@@ -142,6 +143,65 @@ def put_back_forgets(self: Outbox, worker: int, notes: Any) -> None:
 @mistake("ledger", Seen, "is_new")
 def is_new_each_time(self: Seen, call: int) -> bool:
     return True
+
+
+# The state of a pass
+
+
+_came = PassState.came
+
+
+@mistake("passes", PassState, "came")
+def came_runs_without_the_other_sources(
+    self: PassState, source: int, slots: Indexes
+) -> list[Action]:
+    actions = _came(self, source, slots)
+    if source in self.parked:
+        return [Run({source: self.parked.pop(source)})]
+    return actions
+
+
+@mistake("passes", PassState, "came")
+def came_wakes_nobody(self: PassState, source: int, slots: Indexes) -> list[Action]:
+    return [a for a in _came(self, source, slots) if type(a) is not Wake]
+
+
+@mistake("passes", PassState, "fate")
+def fate_is_never_known(self: PassState, send: int) -> None:
+    pass
+
+
+@mistake("passes", PassState, "empty")
+def empty_tells_nobody(self: PassState, recv: int) -> list[Action]:
+    return []
+
+
+@mistake("passes", PassState, "narrowed")
+def narrowed_tells_nobody(
+    self: PassState, sources: Any, recvs: Iterable[int]
+) -> list[Action]:
+    return []
+
+
+@mistake("passes", PassState, "_is_used")
+def what_was_not_announced_is_waited_for(self: PassState, source: int) -> bool:
+    self._announced.setdefault(source, {0})
+    return True
+
+
+_announce = PassState.announce
+
+
+@mistake("passes", PassState, "announce")
+def announce_forgets_what_is_parked(self: PassState, slots: Any = ()) -> list[Action]:
+    self._reached.update(self.parked)
+    return _announce(self, slots)
+
+
+@mistake("passes", PassState, "announce")
+def announce_again_each_time(self: PassState, slots: Any = ()) -> list[Action]:
+    self._reached.clear()
+    return _announce(self, slots)
 
 
 # The reader role
