@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
+from gradwire._transport.base import Card
 from gradwire._wire.device_maps import between, names_of
+from gradwire.errors import ProtocolError
 from gradwire.testing import World
 from tests.worlds import socket_world
 
@@ -144,6 +147,7 @@ def test_an_output_on_such_a_device_is_an_error_of_the_callee() -> None:
             {FIRST: THIRD, "lazy:2": "lazy:3"},
             r"device_maps\['worker1'\] must be one to",
         ),
+        ({"lazy": "cpu"}, r"device_maps\['worker1'\]: which lazy is meant"),
         ({"no such device": "cpu"}, r"device_maps\['worker1'\]: .*no such device"),
     ],
 )
@@ -191,18 +195,34 @@ def test_each_worker_says_its_own_over_sockets() -> None:
 
 
 def test_devices_are_named_in_any_way() -> None:
-    given = {"a": {torch.device("cuda:1"): "cuda:0", "cpu": torch.device("xpu:2")}}
+    given = {"a": {torch.device("cuda:1"): "cuda:0", "cpu:0": torch.device("xpu:2")}}
     assert names_of(given) == {"a": {"cuda:1": "cuda:0", "cpu": "xpu:2"}}
 
 
 def test_the_maps_between_two_workers() -> None:
     maps = between("a", {"cuda:0": "cuda:1"}, "b", {"cpu": "cuda:2"})
+    first, third = torch.device("cuda:0"), torch.device("cuda:2")
     assert maps.requests is not None
-    assert maps.requests.target(torch.device("cuda:0")) == torch.device("cuda:1")
+    assert maps.requests.target(first) == "cuda:1"
     assert maps.responses is not None
-    assert maps.responses.target(torch.device("cuda:2")) == CPU
+    assert maps.responses.target(third) == "cpu"
     assert maps.gradients is not None
-    assert maps.gradients.target(torch.device("cuda:2")) == CPU
-    assert maps.gradients.target(torch.device("cuda:0")) == torch.device("cuda:1")
-    assert maps.gradients.target(torch.device("cuda:7")) == torch.device("cuda:7")
+    assert maps.gradients.target(third) == "cpu"
+    assert maps.gradients.target(first) == "cuda:1"
+    assert maps.gradients.target(torch.device("cuda:7")) == "cuda:7"
     assert between("a", {}, "b", {}) == (None, None, None)
+
+
+def test_a_device_of_which_only_the_other_worker_knows() -> None:
+    maps = between("a", {}, "b", {"a kind of b's:0": "cpu"})
+    assert maps.responses is not None
+    assert maps.responses.target(CPU) == "a kind of b's:0"
+
+
+@pytest.mark.parametrize("maps", [None, [], {"a": None}, {"a": {"cpu": 1}}, {"a": []}])
+def test_a_card_with_maps_that_are_none_is_refused(maps: Any) -> None:
+    good = Card(name="a", id=1, device_maps={"b": {"cpu": "cuda:0"}})
+    assert Card.from_bytes(good.to_bytes()) == good
+    bad = replace(good, device_maps=maps)
+    with pytest.raises(ProtocolError, match="not a worker's card"):
+        Card.from_bytes(bad.to_bytes())

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Protocol
 
-from .._wire.device_maps import names_of
+from .._wire.device_maps import are_names
 from .._wire.frames import Frame, Parcel
 from ..errors import ProtocolError
 from ..ids import WorkerInfo, check_name
@@ -91,9 +91,10 @@ class Card:
                 fields["tcp"] = (str(host), int(port))
             check_name(fields["name"])
             int(fields["cores"], 16)
-            names_of(fields["device_maps"])
+            if not are_names(fields["device_maps"]):
+                raise ValueError("no device maps")
             return cls(**fields)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError) as error:
             raise ProtocolError(f"not a worker's card: {data[:200]!r}") from error
 
 

@@ -17,27 +17,31 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .raw_bytes import CPU
-
 Names = Mapping[str, str]
-"""A device map, as workers tell each other of it."""
+"""A device map. Of the devices of another worker, this one may know nothing but the name."""
+
+
+def are_names(maps: Any) -> bool:
+    """Whether these are device maps by worker, as another one may have sent them."""
+    return type(maps) is dict and all(
+        type(pairs) is dict
+        and all(type(name) is str for pair in pairs.items() for name in pair)
+        for pairs in maps.values()
+    )
 
 
 def names_of(given: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, str]]:
     """What a user gave, by worker: devices are texts, objects, or numbers of the accelerator's.
 
     Raises:
-        ValueError: two devices lead to the same one, or torch knows none of that name; says which
-            entry that is.
+        ValueError: two devices lead to the same one, torch knows none of that name, or which of its
+            kind is left open; says which entry that is.
     """
     found: dict[str, dict[str, str]] = {}
     for worker, pairs in given.items():
         try:
-            names = {
-                str(torch.device(here)): str(torch.device(there))
-                for here, there in pairs.items()
-            }
-        except RuntimeError as error:
+            names = {_name(here): _name(there) for here, there in pairs.items()}
+        except (RuntimeError, ValueError) as error:
             raise ValueError(f"device_maps[{worker!r}]: {error}") from None
         if len(set(names.values())) < len(pairs):
             raise ValueError(
@@ -45,6 +49,15 @@ def names_of(given: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, str]
             )
         found[worker] = names
     return found
+
+
+def _name(given: Any) -> str:
+    device = torch.device(given)
+    if device.type == "cpu":
+        return "cpu"
+    if device.index is None:
+        raise ValueError(f"which {device.type} is meant? Give '{device.type}:0'")
+    return str(device)
 
 
 def check(me: str, maps: Mapping[str, Names], workers: Collection[str] | None) -> None:
@@ -77,7 +90,7 @@ def check(me: str, maps: Mapping[str, Names], workers: Collection[str] | None) -
 class DeviceMap:
     """Where the tensors of messages to one worker arrive."""
 
-    pairs: dict[torch.device, torch.device]
+    pairs: Names
     name: str
     """What errors call it."""
     is_whole: bool = True
@@ -86,23 +99,23 @@ class DeviceMap:
     @property
     def moves_cpu(self) -> bool:
         """Whether plain tensors do not stay on the CPU."""
-        return self.pairs.get(CPU, CPU) != CPU
+        return self.pairs.get("cpu", "cpu") != "cpu"
 
-    def target(self, device: torch.device) -> torch.device:
+    def target(self, device: torch.device) -> str:
         """Where a tensor of this device arrives.
 
         Raises:
             ValueError: nowhere.
         """
-        found = self.pairs.get(device)
-        if found is not None:
-            return found
-        if self.is_whole and device.type not in ("cpu", "meta"):
-            known = {str(here): str(there) for here, there in self.pairs.items()}
+        here = str(device)
+        if self.is_whole and here not in self.pairs and device.type not in _ANYWHERE:
             raise ValueError(
-                f"a tensor is on {device}, which {self.name} does not list: it is {known}"
+                f"a tensor is on {here}, which {self.name} does not list: it is {self.pairs}"
             )
-        return device
+        return self.pairs.get(here, here)
+
+
+_ANYWHERE = ("cpu", "meta")  # what every worker has
 
 
 class DeviceMaps(NamedTuple):
@@ -115,13 +128,12 @@ class DeviceMaps(NamedTuple):
 
 def between(me: str, mine: Names, other: str, theirs: Names) -> DeviceMaps:
     """The maps for messages to another worker, by its map for me and mine for it."""
-    there = {torch.device(a): torch.device(b) for a, b in mine.items()}
-    back = {torch.device(b): torch.device(a) for a, b in theirs.items()}
+    back = {there: here for here, there in theirs.items()}
     request = f"the device map of worker {me!r} for {other!r}"
     response = f"the device map of worker {other!r} for {me!r}, backwards,"
-    both = there | back
+    both = {**mine, **back}
     return DeviceMaps(
-        DeviceMap(there, request) if there else None,
+        DeviceMap(mine, request) if mine else None,
         DeviceMap(back, response) if back else None,
         DeviceMap(both, "", is_whole=False) if both else None,
     )

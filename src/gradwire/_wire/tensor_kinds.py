@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from . import dense_tensors, raw_bytes
+from . import dense_tensors
 from .device_maps import DeviceMap
 
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
@@ -47,9 +47,14 @@ def take_apart(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe
         TypeError: there is no way to send this kind of tensor.
         ValueError: the device map does not have its device.
     """
-    there = tensor.device if devices is None else devices.target(tensor.device)
-    if dense_tensors.is_plain(tensor) and there == raw_bytes.CPU:
-        return None
+    if devices is None:
+        if dense_tensors.is_plain(tensor):
+            return None
+        there = str(tensor.device)
+    else:
+        there = devices.target(tensor.device)
+        if there == "cpu" and dense_tensors.is_plain(tensor):
+            return None
     grad = tensor.requires_grad
     tensor = tensor.detach()
     if tensor.is_meta:
@@ -63,8 +68,8 @@ def take_apart(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe
         # Each with its own memory: who puts them together from anyone's bytes insists.
         return "nested", ([member.clone() for member in tensor.unbind()], grad)
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-    if is_dense and not (tensor.is_cpu and there == raw_bytes.CPU):
-        return "device", (str(there), Copy(tensor.cpu()), grad)
+    if is_dense and not (tensor.is_cpu and there == "cpu"):
+        return "device", (there, Copy(tensor.cpu()), grad)
     if tensor.layout is torch.sparse_coo:
         parts = map(_unexpanded, (tensor._indices(), tensor._values()))
         return "coo", (*parts, tuple(tensor.shape), tensor.is_coalesced(), grad)
@@ -85,8 +90,8 @@ def on_device(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe 
     copy = tensor.detach().cpu()
     if type(copy) is not torch.Tensor:
         return None
-    there = tensor.device if devices is None else devices.target(tensor.device)
-    return "device", (str(there), Copy(copy), tensor.requires_grad)
+    there = str(tensor.device) if devices is None else devices.target(tensor.device)
+    return "device", (there, Copy(copy), tensor.requires_grad)
 
 
 def put_together(name: str, parts: tuple[Any, ...]) -> torch.Tensor:
@@ -131,7 +136,7 @@ def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if is_expanded(tensor) else tensor
 
 
-def _quantized_parts(tensor: torch.Tensor, there: torch.device) -> tuple[Any, ...]:
+def _quantized_parts(tensor: torch.Tensor, there: str) -> tuple[Any, ...]:
     if tensor.dtype in (torch.quint4x2, torch.quint2x4):
         raise TypeError(f"cannot send a tensor of {tensor.dtype}")
     if tensor.qscheme() is torch.per_tensor_affine:
@@ -142,7 +147,7 @@ def _quantized_parts(tensor: torch.Tensor, there: torch.device) -> tuple[Any, ..
             tensor.q_per_channel_zero_points(),
             tensor.q_per_channel_axis(),
         )
-    return (str(there), Copy(tensor.int_repr().cpu()), *how)
+    return (there, Copy(tensor.int_repr().cpu()), *how)
 
 
 def _meta(
