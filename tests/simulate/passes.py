@@ -63,10 +63,12 @@ class Graph:
 
     def join(self) -> None:
         """Sources that lead to a common recv are one segment."""
-        first: dict[int, int] = {}
+        first: dict[int, Source] = {}
         for source in self.sources:
             for message, _ in source.reach:
-                self.merge(first.setdefault(message, source.group), source.group)
+                other = first.setdefault(message, source)
+                if other.group != source.group:
+                    self.merge(other.group, source.group)
 
     def merge(self, one: int, other: int) -> None:
         for source in self.sources:
