@@ -47,6 +47,7 @@ log = logging.getLogger("gradwire")
 
 _LOOK = 1.0  # seconds between looks into the store, which wakes nobody
 _CLOSE = 5.0  # seconds for the threads to end; one in a user's function may take longer
+_INTERRUPTED = 0.1  # the same after Ctrl-C: who pressed it does not want to wait
 
 MakeTransport = Callable[[Executor], Transport]
 Surround = Callable[[Transport, Executor], Transport]
@@ -165,6 +166,8 @@ class Worker:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
+        if kind is KeyboardInterrupt:
+            self._patience = _INTERRUPTED
         self.shutdown(graceful=kind is None)
 
     @property
@@ -419,6 +422,9 @@ class Worker:
         try:
             if graceful:
                 self.join(timeout)
+        except KeyboardInterrupt:
+            self._patience = _INTERRUPTED
+            raise
         finally:
             self.close()
 
@@ -437,7 +443,7 @@ class Worker:
         self._turns.close()
         self._cores.close()
         self._audit.close()
-        if not self._executor.join(_CLOSE):
+        if not self._executor.join(self._patience):
             log.warning("worker %r: functions still run after shutdown", self.name)
 
     def give_up_calls(self) -> int:

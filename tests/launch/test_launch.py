@@ -5,6 +5,7 @@ them may live when the launcher has ended.
 """
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -184,6 +185,38 @@ stuck()
 """
     assert launch(source) == 130
     assert capfd.readouterr().err.endswith(", in stuck\n")
+
+
+def test_ctrl_c_shows_where_a_worker_was_that_then_does_not_end(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source = """
+import threading
+threading.Thread(target=time.sleep, args=(60,)).start()
+def stuck():
+    os.kill(os.getppid(), signal.SIGINT)
+    time.sleep(60)
+stuck()
+"""
+    assert launch(source) == 130
+    err = capfd.readouterr().err
+    assert ", in stuck\n" in err
+    assert "Traceback" not in err
+
+
+def test_ctrl_c_does_not_wait_for_functions_that_workers_run(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source = """
+import gradwire as gw
+with gw.init_rpc():
+    future = gw.rpc_async("worker0", time.sleep, (60,))
+    time.sleep(0.5)  # until it runs
+    os.kill(os.getppid(), signal.SIGINT)
+    future.wait()
+"""
+    assert launch(source) == 130
+    assert re.search(r"worker0 was at .*, in <module>\n$", capfd.readouterr().err)
 
 
 def test_ctrl_c_ends_within_two_seconds_those_that_do_not_heed_it() -> None:

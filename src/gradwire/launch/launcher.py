@@ -21,7 +21,7 @@ from .output import Console
 from .plan import Plan, Recruit, recruits
 from .processes import Ended, Printed, WorkerProcesses
 from .run_state import TIMED_OUT, RunState
-from .stderr_tail import StderrTail, place_of
+from .stderr_tail import StderrTail, ends_by_interrupt, place_of
 from .terminal import terminal_kept
 
 _JOIN = 300.0  # seconds for the first node to come up
@@ -150,7 +150,10 @@ class _Launch:
             return
         # The traceback of a worker that Ctrl-C has ended is no news; anything else is.
         held = None if self._held is None else self._held[ended.worker]
-        if held is not None and ended.status != 128 + signal.SIGINT:
+        is_news = ended.status != 128 + signal.SIGINT and not ends_by_interrupt(
+            held or []
+        )
+        if held is not None and is_news:
             for line in held:
                 self._console.show(ended.worker, line, is_error=True)
         elif held is not None and (place := place_of(held)) is not None:

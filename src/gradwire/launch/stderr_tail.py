@@ -29,6 +29,11 @@ def place_of(lines: Sequence[str]) -> str | None:
     return f"{path}, line {number}, in {function}"
 
 
+def ends_by_interrupt(lines: Sequence[str]) -> bool:
+    """Whether Ctrl-C raised the last of these lines, so that the worker would have ended by it."""
+    return bool(lines) and lines[-1] == "KeyboardInterrupt"
+
+
 class StderrTail:
     """The last lines of one worker."""
 
