@@ -209,11 +209,11 @@ def test_ctrl_c_does_not_wait_for_functions_that_workers_run(
 ) -> None:
     source = """
 import gradwire as gw
-with gw.init_rpc():
-    future = gw.rpc_async("worker0", time.sleep, (60,))
-    time.sleep(0.5)  # until it runs
+def busy():
     os.kill(os.getppid(), signal.SIGINT)
-    future.wait()
+    time.sleep(60)
+with gw.init_rpc():
+    gw.rpc_async("worker0", busy).wait()
 """
     assert launch(source) == 130
     assert re.search(r"worker0 was at .*, in <module>\n$", capfd.readouterr().err)
