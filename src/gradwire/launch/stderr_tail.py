@@ -14,15 +14,20 @@ _CAUSE = "gradwire.errors.RemoteError: on worker '"  # before one on another wor
 _ECHO = "lost worker '"  # how `WorkerLostError` begins
 _FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
 _OURS = str(Path(__file__).parents[1])
+_LIBRARY = re.compile(r".*/lib/python3\.\d+/|<frozen ")
 
 
 def place_of(lines: Sequence[str]) -> str | None:
-    """Where the last traceback among these lines was raised, but for frames of our own."""
+    """The last line of the user's program in the last traceback among these lines.
+
+    That is not in Gradwire, and if there is any such frame not in a library.
+    """
     if _BEGINS not in lines:
         return None
     start = len(lines) - 1 - list(reversed(lines)).index(_BEGINS)
     frames = [found for line in lines[start:] if (found := _FRAME.match(line))]
-    users = [found for found in frames if not found[1].startswith(_OURS)] or frames
+    others = [found for found in frames if not found[1].startswith(_OURS)] or frames
+    users = [found for found in others if not _LIBRARY.match(found[1])] or others
     if not users:
         return None
     path, number, function = users[-1].groups()
