@@ -108,6 +108,7 @@ class Worker:
         self._turns = ShorterTurns(options.switch_interval)
         self._cores = SharedCores(name, options.torch_threads)
         self._closed = False
+        self._patience = _CLOSE
         self._told_to_stop = False
         self._woken = threading.Event()
         """Set when a server has to look whether it is to end."""
