@@ -67,7 +67,9 @@ def replay(case: Case) -> int:
 def search(parts: list[str], seeds: int, first: int | None) -> int:
     """Simulate so many worlds of each part; 1 if something is wrong with any."""
     began = time.monotonic()
-    first = random.SystemRandom().randrange(2**32) if first is None else first
+    if first is None:  # CI fails for the change at hand only
+        is_ci = os.environ.get("CI") == "true"
+        first = 0 if is_ci else random.SystemRandom().randrange(2**32)
     chunks = [
         (part, start, min(start + _CHUNK, first + seeds))
         for start in range(first, first + seeds, _CHUNK)

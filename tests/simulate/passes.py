@@ -390,6 +390,7 @@ class Pass:
     def do(self, current: Round, actions: Iterable[Action], leaving: Leaving) -> None:
         worker = current.worker
         for action in actions:
+            self.simulation.note(f"worker {worker.me}:", action)
             if type(action) is Run:
                 slots = {(m, i) for m, found in action.sources.items() for i in found}
                 if not self.flow >= slots:
@@ -513,7 +514,7 @@ class Pass:
     def fly(self, flight: Flight) -> None:
         self.flying.remove(flight)
         self.simulation.note(flight.what)
-        self.clock = max(self.clock, flight.due)
+        self.clock = self.simulation.now = max(self.clock, flight.due)
         flight.arrive()
 
     # What goes wrong
@@ -526,6 +527,7 @@ class Pass:
 
     def fail(self, worker: Worker) -> None:
         """Who has asked it hears of it at once."""
+        self.simulation.note(f"worker {worker.me} fails")
         self.has_failed = worker.has_failed = True
         for current in list(worker.rounds):
             self.answer(current)
