@@ -11,9 +11,9 @@ TORCH := 2.13.0
 BIN := .venv/bin
 INSTALL := $(BIN)/python -m pip install --quiet
 EXTRAS := bench demo
-GROUPS := test lint docs conformance
+GROUPS := test lint docs conformance cluster
 
-.PHONY: test demo lint bench docs fuzz fuzz-wire conformance clean
+.PHONY: test test-cluster demo lint bench docs fuzz fuzz-wire conformance clean
 # Two pips in one .venv would get into each other's way.
 .NOTPARALLEL:
 
@@ -31,6 +31,10 @@ lint: .venv/.lint
 	$(BIN)/ruff format --check
 	$(BIN)/ruff check
 	$(BIN)/mypy
+
+# Worlds on a Ray cluster of four nodes, on this machine.
+test-cluster: .venv/.cluster
+	$(BIN)/python -m pytest -v tests/cluster/on_ray.py $(ARGS)
 
 bench: .venv/.bench
 	$(BIN)/python -m gradwire bench

@@ -37,7 +37,7 @@ def test_the_pods_of_the_jobset_find_their_place() -> None:
 
 
 def check(job: dict[str, Any]) -> None:
-    """By the schema of Kubernetes, which a JobSet has its jobs in."""
+    """By the schema of Kubernetes, which others have their jobs and pods in."""
     whole = {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}, **job}
     version = kubernetes_validate.latest_version()
     kubernetes_validate.validate(whole, version, strict=True)
@@ -49,6 +49,13 @@ def test_the_jobs_of_the_jobset_are_valid() -> None:
     workers["template"]["spec"]["completionmode"] = "Indexed"
     with pytest.raises(kubernetes_validate.ValidationError, match="completionmode"):
         check(workers["template"])
+
+
+def test_the_pods_of_the_ray_cluster_are_valid() -> None:
+    cluster = manifest("rayjob.yaml")["spec"]["rayClusterSpec"]
+    for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
+        pod = {"restartPolicy": "Never", **group["template"]["spec"]}
+        check({"spec": {"template": {"spec": pod}}})
 
 
 def test_the_script_for_slurm_gives_srun_the_program(tmp_path: Path) -> None:

@@ -88,8 +88,9 @@ class Learner:
 
 
 def left_behind() -> list[str]:
-    """Named actors and placement groups that are still there."""
-    named = ray.util.list_named_actors(all_namespaces=True)
+    """Our named actors, and placement groups, that are still there."""
+    every = ray.util.list_named_actors(all_namespaces=True)  # Ray Train leaves its own
+    named = [actor for actor in every if actor["namespace"] == "gradwire"]
     groups = ray.util.placement_group_table().values()
     states = {group["state"] for group in groups} - {"REMOVED"}
     return [actor["name"] for actor in named] + sorted(states)

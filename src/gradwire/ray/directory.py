@@ -2,21 +2,34 @@
 
 So addresses and the world's secret travel by Ray only. The actor runs one method at a time, which
 makes each of them atomic.
+
+A directory that belongs to a driver is on its node, and ends with it. A detached one may be on any
+node, so it keeps what it knows in Ray's own table too, which is on the head node: when its node is
+lost, Ray starts it again elsewhere, and it goes on. A method that was interrupted may then run
+twice, which does no harm: an id is skipped, or a worker takes itself for one that has come back.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections import Counter
 from datetime import timedelta
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.experimental.internal_kv import (
+    _internal_kv_del,
+    _internal_kv_get,
+    _internal_kv_list,
+    _internal_kv_put,
+)
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 NAMESPACE = "gradwire"
+GROUP = "placement group"
+"""Under this name: the placement group of a detached world, pickled, for `end`."""
 _PAUSE = 0.02  # seconds between looks for a value that is not there yet
 _PATIENCE = 300.0
 
@@ -24,41 +37,54 @@ _PATIENCE = 300.0
 class Directory:
     """The table of one world, and its secret."""
 
-    def __init__(self) -> None:
-        self._secret = secrets.token_bytes(32)
+    def __init__(self, world: str, is_kept: bool) -> None:
+        self._prefix = f"gradwire/{world}/"
+        self._is_kept = is_kept
         self._values: dict[str, bytes] = {}
-        self._starts: Counter[str] = Counter()
+        if is_kept:
+            for key in _internal_kv_list(self._prefix):
+                name = key.decode().removeprefix(self._prefix)
+                self._values[name] = _internal_kv_get(key)
+        self.compare_set("secret", b"", secrets.token_bytes(32))
 
     def secret(self) -> bytes:
-        return self._secret
+        return self._values["secret"]
 
     def start(self, name: str) -> int:
         """Note that a worker of this name begins; how many have before it."""
-        self._starts[name] += 1
-        return self._starts[name] - 1
+        return self.add(f"starts/{name}", 1) - 1
 
     def set(self, key: str, value: bytes) -> None:
         self._values[key] = value
+        if self._is_kept:
+            _internal_kv_put(self._prefix + key, value)
 
     def get(self, key: str) -> bytes | None:
         return self._values.get(key)
 
     def add(self, key: str, amount: int) -> int:
         total = int(self._values.get(key, b"0")) + amount
-        self._values[key] = str(total).encode()
+        self.set(key, str(total).encode())
         return total
 
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
         """As torch's: what is there in the end; an absent value counts as empty."""
         if self._values.get(key, b"") == expected:
-            self._values[key] = desired
+            self.set(key, desired)
         return self._values.get(key, expected)
 
     def check(self, keys: list[str]) -> bool:
         return all(key in self._values for key in keys)
 
     def delete_key(self, key: str) -> bool:
+        if self._is_kept:
+            _internal_kv_del(self._prefix + key)
         return self._values.pop(key, None) is not None
+
+    def forget(self) -> None:
+        """Leave nothing in Ray's table."""
+        if self._is_kept:
+            _internal_kv_del(self._prefix, del_by_prefix=True)
 
 
 def directory(world: str, *, detached: bool) -> Any:
@@ -70,8 +96,12 @@ def directory(world: str, *, detached: bool) -> Any:
         "num_cpus": 0,
     }
     if detached:
-        options["lifetime"] = "detached"
-    return ray.remote(Directory).options(**options).remote()
+        options |= {"lifetime": "detached", "max_restarts": -1, "max_task_retries": -1}
+    else:
+        here = ray.get_runtime_context().get_node_id()
+        strategy = NodeAffinitySchedulingStrategy(here, soft=False)
+        options["scheduling_strategy"] = strategy
+    return ray.remote(Directory).options(**options).remote(world, detached)
 
 
 class RayStore(Store):

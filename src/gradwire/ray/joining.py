@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import ray
-from ray.util.placement_group import get_placement_group, remove_placement_group
+from ray.util.placement_group import remove_placement_group
 
 from ..api import init_rpc
 from ..worker import Worker
-from .directory import NAMESPACE, RayStore, directory
+from .directory import GROUP, NAMESPACE, RayStore, directory
 
 
 def join(world: str, name: str, **options: Any) -> Worker:
@@ -42,8 +43,8 @@ def end(world: str) -> None:
     for actor in ray.util.list_named_actors(all_namespaces=True):
         if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{prefix}-"):
             ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
+    group = ray.get(table.get.remote(GROUP))
+    ray.get(table.forget.remote())
     ray.kill(table)
-    try:
-        remove_placement_group(get_placement_group(prefix))
-    except ValueError:
-        pass  # its workers were in a group of the user's, or it had none
+    if group is not None:
+        remove_placement_group(pickle.loads(group))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import uuid
 from types import TracebackType
 from typing import Any
@@ -18,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..errors import GradwireError
 from ..options import Options
 from ..worker import Worker
-from .directory import NAMESPACE, directory
+from .directory import GROUP, NAMESPACE, directory
 from .joining import join_at
 from .member import Member, OnRestart
 from .watch import Watch
@@ -115,10 +116,11 @@ class World:
             return
         bundles = [dict(self._resources) for _ in self._names]
         lifetime = "detached" if self._detached else None
-        self._group = placement_group(
-            bundles, self._strategy, name=f"gradwire-{self.name}", lifetime=lifetime
-        )
+        self._group = placement_group(bundles, self._strategy, lifetime=lifetime)
         self._owns_group = True
+        if self._detached:
+            kept = pickle.dumps(self._group)
+            ray.get(self._directory.set.remote(GROUP, kept))
         patience = Options(**self._options).join_timeout
         if not self._group.wait(patience):
             raise GradwireError(
@@ -159,6 +161,7 @@ class World:
         for actor in self._actors:
             ray.kill(actor)
         if self._directory is not None:
+            ray.get(self._directory.forget.remote())
             ray.kill(self._directory)
         if self._owns_group and self._group is not None:
             remove_placement_group(self._group)

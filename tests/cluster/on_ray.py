@@ -1,0 +1,236 @@
+"""Worlds on a Ray cluster of four nodes, and what becomes of them: `make test-cluster`.
+
+The nodes are processes of this machine, as Ray tests itself. Not collected by `make test`, which
+tries one node (tests/ray).
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ray.cluster_utils import Cluster
+from torch import nn
+
+import gradwire as gw
+from tests.processes import PATHS
+from tests.ray import functions as on
+from tests.worlds import wait_until
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    pytest.mark.filterwarnings("ignore"),  # Ray's own, about itself
+]
+
+NODES = 4
+STEPS = 30
+FOUND = f"{os.pathsep.join(map(str, PATHS))}"
+ENVIRONMENT = {"env_vars": {"PYTHONPATH": FOUND}}
+
+
+@pytest.fixture(autouse=True)
+def nothing_leaks() -> None:
+    """Instead of the check of this process, where Ray's threads stay: see `cluster`."""
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """Four nodes with room for two workers each; in the end nothing of ours is left there."""
+    settings = {"num_cpus": 2, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=settings)
+    for _ in range(NODES - 1):
+        cluster.add_node(num_cpus=2)
+    ray.init(address=cluster.address, logging_level="ERROR", runtime_env=ENVIRONMENT)
+    try:
+        cluster.wait_for_nodes()
+        yield cluster
+        wait_until(lambda: on.left_behind() == [], show=on.left_behind)
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def node_of(cluster: Cluster, worker: str) -> Any:
+    number = gw.rpc_sync(worker, on.node)
+    return next(n for n in cluster.list_all_nodes() if n.node_id == number)
+
+
+def build() -> tuple[nn.Module, gw.DistributedOptimizer]:
+    for name in ("worker0", "worker1"):
+        gw.rpc_sync(name, torch.manual_seed, (0,))
+    model = nn.Sequential(
+        gw.RemoteModule("worker0", nn.Linear, (2, 8)),
+        nn.Tanh(),
+        gw.RemoteModule("worker1", nn.Linear, (8, 1)),
+    )
+    parameters = gw.nn.remote_parameters(model)
+    return model, gw.DistributedOptimizer(torch.optim.Adam, parameters, lr=0.1)
+
+
+def train(path: Path, disturb: dict[int, Any]) -> list[float]:
+    """The losses; what is in `disturb` is called once in the step of that number."""
+    torch.manual_seed(1)
+    losses: dict[int, float] = {}
+    for step in gw.resumable(STEPS, build, path=path, save_every=5):
+        with step, gw.context() as ctx:
+            disturb.pop(int(step), lambda: None)()
+            x = torch.rand(16, 2)
+            loss = (step.model(x) - x.prod(1, keepdim=True)).square().mean()
+            gw.backward(ctx, [loss])
+            step.optimizer.step(ctx)
+            losses[int(step)] = loss.item()
+    return [losses[number] for number in range(STEPS)]
+
+
+def test_gradients_over_nodes_are_those_of_one_process(cluster: Cluster) -> None:
+    with gw.ray.World(NODES, strategy="STRICT_SPREAD"):
+        names = [f"worker{number}" for number in range(NODES)]
+        assert len({gw.rpc_sync(name, on.node) for name in names}) == NODES
+        for first, second in itertools.pairwise(names):
+            assert on.differ_from_local(first, second) < 1e-5
+
+
+def test_a_training_that_loses_workers_and_nodes_ends_as_one_that_does_not(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    def kill(worker: str) -> None:
+        os.kill(gw.rpc_sync(worker, on.process), signal.SIGKILL)
+
+    def remove_node() -> None:
+        names = ("worker0", "worker1")
+        nodes = [node_of(cluster, name) for name in names]
+        victim = next(node for node in nodes if node is not cluster.head_node)
+        cluster.remove_node(victim, allow_graceful=False)
+
+    with gw.ray.World(2, max_restarts=-1, strategy="SPREAD"):
+        calm = train(tmp_path / "calm", {})
+        disturb = {7: lambda: kill("worker1"), 13: remove_node}
+        disturb[22] = lambda: kill("worker0")
+        assert train(tmp_path / "stormy", disturb) == calm
+        assert disturb == {}
+
+
+def test_a_worker_on_a_drained_node_comes_back_on_another(cluster: Cluster) -> None:
+    with gw.ray.World(2, max_restarts=-1, strategy="STRICT_SPREAD"):
+        names = ["worker0", "worker1"]
+        there = {name: node_of(cluster, name) for name in names}
+        name = next(n for n in names if there[n] is not cluster.head_node)
+        cluster.remove_node(there[name], allow_graceful=True)
+        assert gw.rpc_sync(name, on.node, retries=5) != there[name].node_id
+        assert on.differ_from_local(*names) < 1e-5
+
+
+def test_actors_join_from_a_node_that_came_later(cluster: Cluster) -> None:
+    new = cluster.add_node(num_cpus=2, resources={"new": 1})
+    with gw.ray.join("class", name="teacher"):
+        learner = on.Learner.options(resources={"new": 1}).remote("class", "learner")
+        ray.get(learner.ready.remote())
+        assert gw.rpc_sync("learner", on.node) == new.node_id
+        ray.kill(learner)
+        cluster.remove_node(new)
+        wait_until(lambda: len(gw.get_worker_infos()) == 1)
+        again = on.Learner.remote("class", "learner")
+        ray.get(again.ready.remote())
+        assert gw.rpc_sync("learner", on.node) != new.node_id
+        ray.get(again.leave.remote())
+    gw.ray.end("class")
+
+
+def test_a_directory_that_is_lost_comes_back_with_what_it_knew(
+    cluster: Cluster,
+) -> None:
+    with gw.ray.join("class", name="teacher"):
+        table = ray.get_actor("gradwire-class", namespace="gradwire")
+        ray.kill(table, no_restart=False)
+        learner = on.Learner.remote("class", "learner")
+        assert ray.get(learner.ready.remote()) == 1  # the teacher is 0
+        assert gw.rpc_sync("learner", max, (1, 2)) == 2
+        ray.get(learner.leave.remote())
+    gw.ray.end("class")
+
+
+FIRST = """
+import ray, gradwire as gw, torch
+from tests.ray import functions as on
+ray.init(address="auto", logging_level="ERROR", runtime_env=ENVIRONMENT)
+with gw.ray.World(2, name="staying", detached=True):
+    print("first", gw.rpc_sync("worker0", on.process))
+"""
+SECOND = """
+import ray, gradwire as gw, torch
+from tests.ray import functions as on
+ray.init(address="auto", logging_level="ERROR", runtime_env=ENVIRONMENT)
+with gw.ray.join("staying", name="second"):
+    print("second", gw.rpc_sync("worker0", on.process))
+    assert on.differ_from_local("worker0", "worker1") < 1e-5
+gw.ray.end("staying")
+"""
+
+
+def test_a_detached_world_outlives_its_driver(cluster: Cluster) -> None:
+    said = []
+    for source in (FIRST, SECOND):
+        done = subprocess.run(
+            [sys.executable, "-c", f"ENVIRONMENT = {ENVIRONMENT!r}\n{source}"],
+            env={
+                **os.environ,
+                "PYTHONPATH": FOUND,
+                "RAY_ADDRESS": cluster.address,
+            },
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        said += [line for line in done.stdout.splitlines() if "pid=" not in line]
+    (_, first), (_, second) = map(str.split, said)
+    assert first == second
+
+
+def test_ray_is_believed_about_a_loss(cluster: Cluster) -> None:
+    """A worker that is stopped closes no connection; Ray says that its actor is gone."""
+    with gw.ray.World(2) as world:
+        lost = threading.Event()
+        gw.on_leave(lambda info: lost.set() if info.name == "worker1" else None)
+        ray.kill(world._actors[1])
+        assert lost.wait(60)
+        assert [i.name for i in gw.get_worker_infos()] == ["worker0", "driver"]
+
+
+def test_the_cluster_must_have_room(cluster: Cluster) -> None:
+    with (
+        pytest.raises(gw.GradwireError, match=r"no room for 2 workers with .*50"),
+        gw.ray.World(2, resources={"CPU": 50}, join_timeout=1),
+    ):
+        pass
+
+
+def two_workers() -> None:
+    with gw.init_rpc() as worker:
+        other = f"worker{1 - worker.id}"
+        apart = on.differ_from_local(worker.name, other)
+        assert apart < 1e-5, apart
+        assert torch.distributed.get_world_size() == 2
+
+
+def test_ray_train_makes_a_world(cluster: Cluster, tmp_path: Path) -> None:
+    from ray.train import RunConfig, ScalingConfig
+    from ray.train.torch import TorchTrainer
+
+    trainer = TorchTrainer(
+        two_workers,
+        torch_config=gw.ray.GradwireConfig(),
+        scaling_config=ScalingConfig(num_workers=2),
+        run_config=RunConfig(storage_path=str(tmp_path)),
+    )
+    assert trainer.fit().error is None
