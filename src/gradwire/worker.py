@@ -18,6 +18,7 @@ import torch
 
 from ._autograd.recording import Recording
 from ._autograd.service import Autograd
+from ._rpc import device_check
 from ._rpc.agent import Agent
 from ._rpc.allow import AllowList
 from ._rpc.audit import open_audit
@@ -32,8 +33,8 @@ from ._transport.base import Card, Transport
 from ._transport.rendezvous import Meeting, Part
 from ._transport.sockets import SocketTransport
 from ._transport.stores import Place
-from ._wire import device_maps
 from ._wire.codec import Codec
+from ._wire.device_maps import names_of
 from ._wire.frames import Limits
 from ._wire.functions import main_fingerprint
 from ._wire.pickling import Reducer
@@ -91,7 +92,7 @@ class Worker:
         kinds: Kinds | None = None,
     ) -> None:
         check_name(name)
-        maps = device_maps.names_of(options.device_maps or {})
+        maps = names_of(options.device_maps or {})
         self.options = options
         self._allow = None if options.allow is None else AllowList(options.allow)
         self._audit = open_audit(options.audit, name)
@@ -154,6 +155,7 @@ class Worker:
         self._agent.run_in_context(self.autograd.contexts.run, self.autograd.release)
         self._collectives = Collectives(self._agent)
         self._agent.handle(GREETING, Greeting, lambda sender, message: None)
+        device_check.serve(self._agent)
 
     def __repr__(self) -> str:
         state = (
@@ -192,14 +194,9 @@ class Worker:
         return self._closed
 
     def start(self, cards: list[Card], key: bytes, meeting: Meeting | None) -> None:
-        """Begin to take part in a world of these workers.
-
-        Raises:
-            ValueError: its device maps name a worker or a device that is not there.
-        """
-        is_open = meeting is not None and meeting.is_elastic
-        names = None if is_open else [card.name for card in cards]
-        device_maps.check(self.name, self.card.device_maps, names)
+        """Begin to take part in a world of these workers. Raises what `device_check` does."""
+        is_elastic = meeting is not None and meeting.is_elastic
+        device_check.check_here(self.card, cards, is_elastic=is_elastic)
         self._executor.begin()
         for card in cards:
             self._agent.add_member(card)
@@ -209,6 +206,10 @@ class Worker:
             self._agent.gone.subscribe(lambda info: meeting.leave(info.id))
             self._share_cores(meeting.is_elastic)
         self._transport.start(self.id, key, self._agent)
+
+    def check_device_maps(self) -> None:
+        """Raise ValueError if other workers lack devices that its device maps lead to."""
+        device_check.check_there(self._agent, self.options.join_timeout)
 
     def _share_cores(self, is_elastic: bool) -> None:
         """Divide the host's cores among its workers; anew whenever one joins or leaves."""
@@ -510,6 +511,7 @@ def open_worker(
     try:
         key = meeting.key()
         worker.start(meeting.join(worker.card), key, meeting)
+        worker.check_device_maps()
         if meeting.is_elastic:
             worker.greet()
     except BaseException:

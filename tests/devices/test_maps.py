@@ -1,5 +1,6 @@
 """Device maps: where tensors arrive, and come back to, by what a worker says."""
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -8,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire._transport.base import Card
+from gradwire._transport.stores import Place
 from gradwire._wire.device_maps import between, names_of
 from gradwire.errors import ProtocolError
 from gradwire.testing import World
-from tests.worlds import socket_world
+from tests.worlds import LIMIT, join_world, socket_world, together
 
 CPU, FIRST, SECOND, THIRD = (
     torch.device(d) for d in "cpu lazy:1 lazy:2 lazy:3".split()
@@ -128,9 +131,10 @@ def test_gradients_of_a_mapped_cpu() -> None:
 def test_a_device_that_the_map_does_not_list_is_refused_at_the_caller() -> None:
     with mapped(device_maps=RING) as world:
         wrong = "on lazy:3, which the device map of worker 'worker0' for 'worker1' does"
+        before = world[1].statistics()["calls_run"]
         with pytest.raises(ValueError, match=wrong):
             gw.rpc_sync("worker1", double, (on(THIRD, 1),))
-        assert world[1].statistics()["calls_run"] == 0
+        assert world[1].statistics()["calls_run"] == before
 
 
 def test_an_output_on_such_a_device_is_an_error_of_the_callee() -> None:
@@ -166,10 +170,8 @@ def test_maps_that_make_no_sense(given: Any, wrong: str) -> None:
             {"nobody": {FIRST: FIRST}},
             r"invalid target node names .*\['nobody'\]; there a",
         ),
-        (
-            {"worker1": {"lazy:9": FIRST}},
-            "for worker1: 'lazy:9', which leads to 'lazy:1'",
-        ),
+        ({"worker1": {"lazy:9": FIRST}}, "source devices .* for worker1: .*'lazy:9'"),
+        ({"worker1": {FIRST: "lazy:9"}}, "target devices .* for worker1: .*'lazy:9'"),
     ],
 )
 def test_workers_and_devices_that_are_not_there(maps: Any, wrong: str) -> None:
@@ -177,12 +179,26 @@ def test_workers_and_devices_that_are_not_there(maps: Any, wrong: str) -> None:
         pass
 
 
-def test_a_device_that_is_not_over_there_is_named() -> None:
-    x, wrong = on(FIRST, 1), "tensor on 'lazy:9' was sent here"
-    with mapped(device_maps={"worker1": {FIRST: "lazy:9"}}) as world:
-        with pytest.raises(RuntimeError, match=wrong):
-            gw.rpc_sync("worker1", double, (x,))
-        assert len(world) == 2
+def test_over_sockets_who_has_such_a_map_does_not_join() -> None:
+    store, tried = HashStore(), threading.Event()
+
+    def stay() -> None:
+        worker = join_world("worker0", Place(store, 0, 2, None))
+        try:
+            assert tried.wait(LIMIT)
+        finally:
+            worker.close()
+
+    def try_to_join() -> None:
+        maps = {"worker0": {FIRST: "lazy:9"}}
+        wrong = "Node worker1 has target devices with invalid indices"
+        try:
+            with pytest.raises(ValueError, match=wrong):
+                join_world("worker1", Place(store, 1, 2, None), device_maps=maps)
+        finally:
+            tried.set()
+
+    together(stay, try_to_join)
 
 
 def test_each_worker_says_its_own_over_sockets() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-GREETING, GATHER = 16, 17
+GREETING, GATHER, DEVICES = 16, 17, 18
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,3 +19,10 @@ class Gather:
 
     key: str
     value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Devices:
+    """A worker → one that its device map is for: have you these? Answered with those it lacks."""
+
+    names: tuple[str, ...]

@@ -11,7 +11,7 @@ map is followed backwards; or else the response to a request from here.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -58,32 +58,6 @@ def _name(given: Any) -> str:
     if device.index is None:
         raise ValueError(f"which {device.type} is meant? Give '{device.type}:0'")
     return str(device)
-
-
-def check(me: str, maps: Mapping[str, Names], workers: Collection[str] | None) -> None:
-    """See that the devices of a worker's maps are here, and the workers in its world.
-
-    In an elastic world, for which `workers` is None, they may come later.
-
-    Raises:
-        ValueError: one is not there; in torch's words, and says which.
-    """
-    strangers = set() if workers is None else maps.keys() - set(workers)
-    if strangers:
-        raise ValueError(
-            f"Node {me} has invalid target node names in its device maps: "
-            f"{sorted(strangers)}; there are {sorted(workers or ())}"
-        )
-    for worker, names in maps.items():
-        for here, there in names.items():
-            try:
-                torch.empty(0, device=here)
-            except (RuntimeError, AssertionError, NotImplementedError) as error:
-                reason = str(error).partition(". ")[0]  # torch's goes on for pages
-                raise ValueError(
-                    f"Node {me} has source devices with invalid indices in its device map "
-                    f"for {worker}: {here!r}, which leads to {there!r}: {reason}"
-                ) from error
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,6 +56,8 @@ class World:
         try:
             for worker in self.workers:
                 worker.start(cards, b"", None)
+            for worker in self.workers:
+                worker.check_device_maps()
         except BaseException:
             for worker in self.workers:
                 worker.close()
