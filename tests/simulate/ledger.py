@@ -102,10 +102,11 @@ class TimedWorld(World):
         self.wire = Network(self.simulation, Faults.drawn(chance), self._arrive)
         self.is_ending = False
         self._functions: set[tuple[int, Running]] = set()
-        if crash_at is None and chance.random() < 0.4:
-            crash_at = chance.randrange(200)
-        if crash_at is not None:
-            self.simulation.at_step[crash_at] = self.crash
+        steps = [
+            chance.randrange(200) for _ in range(chance.choice((0, 0, 0, 1, 1, 2)))
+        ]
+        for step in steps if crash_at is None else [crash_at]:
+            self.simulation.at_step[step] = self.crash
 
     def run(self) -> None:
         """Until nothing more happens.

@@ -59,7 +59,3 @@ class Packet(NamedTuple):
     sender: int
     to: int
     body: Body
-
-
-def is_ask(packet: Packet) -> bool:
-    return isinstance(packet.body, Ask)

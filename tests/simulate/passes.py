@@ -513,8 +513,8 @@ class Pass:
 
     def fly(self, flight: Flight) -> None:
         self.flying.remove(flight)
-        self.simulation.note(flight.what)
         self.clock = self.simulation.now = max(self.clock, flight.due)
+        self.simulation.note(flight.what)
         flight.arrive()
 
     # What goes wrong
