@@ -5,6 +5,7 @@ and under TYPE_CHECKING count like any other.
 """
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -335,6 +336,12 @@ def test_modules_import_lower_ranks_and_their_own_folder_only() -> None:
         if not is_allowed(module, imported)
     ]
     assert wrong == []
+
+
+def test_the_design_page_has_these_ranks() -> None:
+    page = (SOURCE.parents[1] / "docs" / "design.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| `(.*?)` \|", page, re.M)
+    assert {name: int(rank) for rank, names in rows for name in names.split()} == RANKS
 
 
 def test_no_imports_form_a_cycle() -> None:
