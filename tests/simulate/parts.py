@@ -61,6 +61,8 @@ class Case(NamedTuple):
             self.build().run()
         except Wrong as wrong:
             return str(wrong)
+        except Exception as error:  # noqa: BLE001 whatever the code under test raises
+            return f"{type(error).__name__}: {error}"
         return None
 
 
@@ -74,7 +76,7 @@ def keep(case: Case, wrong: str) -> None:
     """Add a case to the corpus."""
     if case not in corpus():
         with CORPUS.open("a") as file:
-            print(f"{case!s:<15} # {wrong}", file=file)
+            print(f"{case!s:<15} # {' '.join(wrong.split())}", file=file)
 
 
 def failures(chunk: tuple[str, int, int]) -> list[tuple[Case, str]]:

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes import PATHS
-from tests.simulate.parts import PARTS, Case, corpus, failures
+from tests.simulate import parts
+from tests.simulate.parts import PARTS, Case, corpus, failures, keep
 from tests.worlds import together
 
 _SEEDS, _CHUNK = 2000, 200
@@ -36,6 +37,17 @@ def test_a_crash_at_any_step_does_no_harm(part: str) -> None:
     steps = range(min(whole.simulation.steps or 40, 200))
     cases = [Case(part, 3, crash_at=step) for step in steps]
     assert [(str(case), wrong) for case in cases if (wrong := case.run())] == []
+
+
+def test_what_goes_wrong_is_kept_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(parts, "CORPUS", tmp_path / "corpus.txt")
+    parts.CORPUS.write_text("# part, seed, @step\n")
+    cases = [Case("reader", 7), Case("ledger", 8, crash_at=9)]
+    for case in [*cases, *cases]:
+        keep(case, "two threads\nread")
+    assert list(corpus()) == cases
 
 
 @pytest.mark.slow
