@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import ray
 import torch
@@ -177,24 +178,37 @@ gw.ray.end("staying")
 """
 
 
+CRASHING = """
+import os, ray, gradwire as gw
+from tests.ray import functions as on
+ray.init(address="auto", logging_level="ERROR", runtime_env=ENVIRONMENT)
+with gw.ray.World(2):
+    print("crash", gw.rpc_sync("worker0", on.process), flush=True)
+    os._exit(0)
+"""
+
+
+def drive(cluster: Cluster, source: str) -> int:
+    """Run a driver in a process of its own; the process of worker0, which it prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", f"ENVIRONMENT = {ENVIRONMENT!r}\n{source}"],
+        env={**os.environ, "PYTHONPATH": FOUND, "RAY_ADDRESS": cluster.address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (said,) = (line for line in done.stdout.splitlines() if "pid=" not in line)
+    return int(said.split()[-1])
+
+
 def test_a_detached_world_outlives_its_driver(cluster: Cluster) -> None:
-    said = []
-    for source in (FIRST, SECOND):
-        done = subprocess.run(
-            [sys.executable, "-c", f"ENVIRONMENT = {ENVIRONMENT!r}\n{source}"],
-            env={
-                **os.environ,
-                "PYTHONPATH": FOUND,
-                "RAY_ADDRESS": cluster.address,
-            },
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        assert done.returncode == 0, done.stdout + done.stderr
-        said += [line for line in done.stdout.splitlines() if "pid=" not in line]
-    (_, first), (_, second) = map(str.split, said)
-    assert first == second
+    assert drive(cluster, FIRST) == drive(cluster, SECOND)
+
+
+def test_a_world_ends_with_its_driver(cluster: Cluster) -> None:
+    worker = drive(cluster, CRASHING)
+    wait_until(lambda: not psutil.pid_exists(worker))  # and `cluster` looks at the rest
 
 
 def test_ray_is_believed_about_a_loss(cluster: Cluster) -> None:
