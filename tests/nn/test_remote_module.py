@@ -132,9 +132,9 @@ def test_another_worker_uses_the_same_module() -> None:
         assert torch.equal(twin(x), y)
         twin = gw.RemoteModule.init_from_module_rref("worker2", module.module_rref)
         assert torch.equal(twin(x), y)
-        with pytest.raises(TypeError, match="in calls only"):
+        with pytest.raises(TypeError, match="only be sent in calls"):
             torch.save(module, io.BytesIO())
-        with pytest.raises(TypeError, match="in calls only"):
+        with pytest.raises(TypeError, match="only be sent in calls"):
             pickle.dumps(module)
 
 
