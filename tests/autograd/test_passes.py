@@ -10,13 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from gradwire._autograd import deliveries, messages
+from gradwire._autograd import deliveries, messages, pass_driver
 from gradwire._autograd.failures import describe
 from gradwire._autograd.messages import Abort, Answer, Delivery, Failed, Header, Load
 from gradwire._autograd.pass_state import Step
 from gradwire._autograd.recording import look_at_graph
 from gradwire.errors import GradwireError
 from tests.autograd.functions import (
+    Gate,
     MessageCounts,
     Raises,
     doubles,
@@ -237,6 +238,23 @@ def test_a_long_way_around_many_workers_does_not_take_many_threads() -> None:
         assert most - before < 60
 
 
+def test_one_worker_at_work_does_not_delay_what_goes_by_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(pass_driver, "_GLANCE", LIMIT)
+    gate = Gate()
+    with autograds(3) as world, world[0].context() as context:
+        x = doubles(3)
+        slow = there_and_back(world, context, x * 1, gate)
+        y = x * 1
+        y.register_hook(lambda gradient: gate.open.set())
+        for _ in range(3):
+            (there,) = world.transfer(0, 2, context, [y * 2])
+            (y,) = world.transfer(2, 0, context, [there * 2])
+        world[0].backward(context, [slow.sum() + y.sum()])
+        close(world[0].get_gradients(context), {x: torch.full_like(x, 65.0)})
+
+
 @pytest.mark.parametrize("at", ["root", "there"])
 def test_hooks_of_recvs_are_called(at: str) -> None:
     with autograds(2) as world, world[0].context() as context:
@@ -292,10 +310,11 @@ def test_others_are_told_of_a_failure_while_they_are_at_work() -> None:
         try:
             with pytest.raises(GradwireError, match="Error on Node 1: this backward"):
                 world[0].backward(context, [(a * b).sum()])
-            assert said.kinds[Abort] == 1
+            wait_until(lambda: said.kinds[Abort])  # perhaps by another thread
         finally:
             go_on.set()
         wait_until(lambda: world.passes() == 0)
+        assert said.kinds[Abort] == 1
 
 
 @pytest.mark.parametrize("leader", [0, 1])

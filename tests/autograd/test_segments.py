@@ -162,6 +162,30 @@ def test_a_leaf_with_hooks_wants_its_whole_gradient(on_node: bool) -> None:
     assert list(graph.plan(root).sources(2)) == [2]
 
 
+def test_leaves_with_hooks_join_what_shares_a_node_with_one_of_them() -> None:
+    graph, one, other = Graph(), doubles(3), doubles(3)
+    one.register_hook(lambda gradient: None)
+    other.register_hook(lambda gradient: None)
+    shared = one * 2
+    graph.send(1, shared)
+    graph.send(2, shared * other)
+    graph.send(3, one * 3)
+    graph.send(4, other * 3)
+    plan = graph.plan()
+    assert [list(plan.sources(n)) for n in (1, 2, 3, 4)] == [[1, 2, 3, 4]] * 4
+
+
+def test_a_later_message_takes_nothing_from_the_segment_of_the_roots() -> None:
+    graph, leaf = Graph(), doubles(3)
+    a, b = leaf * 2, leaf * 3
+    graph.send(1, a)
+    graph.send(2, b)
+    plan = graph.plan(a.sum())
+    graph.send(3, a * b)
+    assert list(plan.sources(ROOTS)) == list(plan.sources(1)) == [ROOTS, 1]
+    assert list(plan.sources(2)) == [2]
+
+
 def test_sends_that_may_be_waited_for_come_after_all_else() -> None:
     context, leaf = Context(7), doubles(3)
     shared = leaf * 2

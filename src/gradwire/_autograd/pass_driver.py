@@ -117,12 +117,13 @@ class Round:
     def _attend(self) -> None:
         """Wait for something to do, or to happen.
 
-        Who helps to read an answer saves others being woken for it.
+        Who helps to read an answer saves others being woken for it. But who does, hears of no
+        other until then: so only of the last one.
         """
-        coming = next(iter(list(self._coming)), None)
-        if self._inbox.empty() and coming is not None and not coming.done():
+        coming = [*self._coming]
+        if self._inbox.empty() and len(coming) == 1 and not coming[0].done():
             try:
-                coming.wait(_GLANCE)
+                coming[0].wait(_GLANCE)
             except Exception:  # noqa: BLE001 whoever is told of the answer sees to it
                 pass
             return

@@ -108,7 +108,10 @@ class Segment:
         if self.is_bare:
             self.leaves, self.is_bare = {*self.leaf_nodes()}, False
         self.leaves.update(other.leaf_nodes())
-        self.sends = sorted([*self.sends, *other.sends], key=_place)
+        sends = [*self.sends, *other.sends]
+        if self.sends and other.sends and self.sends[-1].place > other.sends[0].place:
+            sends.sort(key=_place)
+        self.sends = sends  # at once: passes look at it meanwhile
         self.has_roots = self.has_roots or other.has_roots
         self.nodes |= other.nodes
         for node, indexes in other.recvs.items():
@@ -199,20 +202,14 @@ class Segments:
             if sends:
                 shared[id(leaf)] = leaf
             sends.append(ROOTS)
-        groups: list[set[int]] = []
+        own = _by_source([rooted]) if rooted else {}
+        groups: list[set[Segment]] = []
         for tie in _ties(reaching, shared):
-            met = [group for group in groups if not group.isdisjoint(tie)]
-            groups = [group for group in groups if group not in met]
-            groups.append({*tie}.union(*met))
-        joined = []
-        for group in groups:
-            segments = {self.of_send[number] for number in group if number != ROOTS}
-            if rooted is not None and not group.isdisjoint(_by_source([rooted])):
-                segments -= {self.of_send[s.crossing.id] for s in rooted.sends}
-                segments.add(rooted)
-            if len(segments) > 1:
-                joined.append(_united(segments))
-        return _by_source(joined)
+            group = {own.get(number) or self.of_send[number] for number in tie}
+            met = [other for other in groups if not other.isdisjoint(group)]
+            groups = [other for other in groups if other not in met]
+            groups.append(group.union(*met))
+        return _by_source(_united(group) for group in groups if len(group) > 1)
 
 
 def _by_source(segments: Iterable[Segment]) -> dict[int, Segment]:
@@ -261,7 +258,7 @@ def _is_hooked(leaf: Tensor) -> bool:
 class Plan:
     """The segments of a worker, as one pass sees them: later messages are no part of it."""
 
-    __slots__ = ("_count", "_of_send", "_own")
+    __slots__ = ("_count", "_known", "_of_send", "_own")
 
     def __init__(
         self, of_send: Mapping[int, Segment], count: int, own: Mapping[int, Segment]
@@ -270,6 +267,8 @@ class Plan:
         self._of_send = of_send
         self._count = count
         self._own = own
+        self._known: dict[Segment, tuple[Sequence[Send], list[int]]] = {}
+        """Of segments, sends and what sources they are: many ask for the same."""
 
     def segment(self, source: int) -> Segment | None:
         """The segment of a source; None: it is no part of this pass."""
@@ -283,9 +282,14 @@ class Plan:
         sends = segment.sends
         if len(sends) == 1 and not segment.has_roots:
             return (source,) if sends[0].place <= self._count else ()
-        found = [send.crossing.id for send in sends if send.place <= self._count]
-        if segment.has_roots:
-            found.insert(0, ROOTS)
+        known, found = self._known.get(segment, (None, []))
+        if known is not sends:
+            found = [s.crossing.id for s in sends if s.place <= self._count]
+            # A later message may have joined it to one that is larger in this pass.
+            found = [number for number in found if self.segment(number) is segment]
+            if segment.has_roots:
+                found.insert(0, ROOTS)
+            self._known[segment] = sends, found
         return found if source in found else ()
 
     def reach(self, sources: Mapping[int, Indexes], roots: Sequence[Edge]) -> Reach:
