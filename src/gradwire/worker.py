@@ -30,6 +30,7 @@ from ._rpc.messages import GREETING, Greeting
 from ._rref.reference import RRef
 from ._rref.service import References
 from ._transport.base import Card, Transport
+from ._transport.keys import Keys
 from ._transport.rendezvous import Meeting, Part
 from ._transport.sockets import SocketTransport
 from ._transport.stores import Place
@@ -193,7 +194,7 @@ class Worker:
         """Whether it has left the world."""
         return self._closed
 
-    def start(self, cards: list[Card], key: bytes, meeting: Meeting | None) -> None:
+    def start(self, cards: list[Card], keys: Keys, meeting: Meeting | None) -> None:
         """Begin to take part in a world of these workers. Raises what `device_check` does."""
         is_elastic = meeting is not None and meeting.is_elastic
         device_check.check_here(self.card, cards, is_elastic=is_elastic)
@@ -205,7 +206,7 @@ class Worker:
             self._agent.directory = meeting
             self._agent.gone.subscribe(lambda info: meeting.leave(info.id))
             self._share_cores(meeting.is_elastic)
-        self._transport.start(self.id, key, self._agent)
+        self._transport.start(self.id, keys, self._agent)
 
     def check_device_maps(self) -> None:
         """Raise ValueError if other workers lack devices that its device maps lead to."""
@@ -509,8 +510,7 @@ def open_worker(
         kinds=kinds,
     )
     try:
-        key = meeting.key()
-        worker.start(meeting.join(worker.card), key, meeting)
+        worker.start(meeting.join(worker.card), meeting.keys, meeting)
         worker.check_device_maps()
         if meeting.is_elastic:
             worker.greet()

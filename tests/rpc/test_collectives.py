@@ -203,7 +203,7 @@ class Board:
 
         worker = Worker(name, number, options=Options(), make_transport=make_transport)
         self.cards[number] = worker.card
-        worker.start([*self.cards.values()], b"", self)
+        worker.start([*self.cards.values()], tuple, self)
         return worker
 
 

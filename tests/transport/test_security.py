@@ -24,6 +24,8 @@ from torch.distributed import HashStore, Store
 
 import gradwire as gw
 from gradwire._transport import key_files
+from gradwire._transport.connector import Dialer
+from gradwire._transport.credentials import Credentials
 from gradwire._transport.handshake import (
     CHALLENGE_SIZE,
     HELLO_SIZE,
@@ -54,6 +56,7 @@ from tests.worlds import (
 
 KEY = b"sixteen or more bytes of secret"
 WRONG_KEY = b"sixteen or more bytes of guess"
+NEW_KEY = b"the-key-that-is-to-take-its-place"
 PRIVATE = 0o600
 
 
@@ -484,9 +487,9 @@ def test_another_key_fails_the_call_and_names_the_worker(
     unix_sockets: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # The store tells, too, as far as it can be trusted; and so do cards.
-    monkeypatch.setattr(Meeting, "_compare_key", lambda self, key: None)
+    monkeypatch.setattr(Meeting, "_compare_keys", lambda self: None)
     monkeypatch.setattr(
-        "gradwire._transport.keys.unseal", lambda key, sealed: sealed[64:]
+        "gradwire._transport.keys.unseal", lambda keys, sealed: sealed[64:]
     )
     apart = {0: {"key": KEY}, 1: {"key": WRONG_KEY}}
     workers = open_world(2, apart=apart, unix_sockets=unix_sockets)
@@ -498,6 +501,55 @@ def test_another_key_fails_the_call_and_names_the_worker(
     assert workers[0].rpc_sync("worker0", max, (1, 2)) == 2
     assert workers[0]._agent.caller.in_flight == 0
     close_world(workers, graceful=False)
+
+
+def write_keys(file: Path, *keys: bytes) -> None:
+    file.touch(PRIVATE)
+    file.write_bytes(b"\n".join(keys) + b"\n")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"tls": True, "unix_sockets": False}],
+    ids=["unix", "tls"],
+)
+def test_a_key_takes_anothers_place_while_workers_run(
+    tmp_path: Path, options: dict[str, Any]
+) -> None:
+    store, place = HashStore(), Place(HashStore(), None, None, None)
+    place = Place(store, None, None, None)
+    files = [tmp_path / "first", tmp_path / "second"]
+    for file in files:
+        write_keys(file, KEY)
+
+    def join(name: str, file: Path) -> Worker:
+        return join_world(name, place, key_file=str(file), **options)
+
+    def talk(*workers: Worker) -> None:
+        for worker in workers:
+            for other in workers:
+                assert worker.rpc_sync(other.name, max, (1, 2), timeout=LIMIT) == 2
+
+    with join("first", files[0]) as first:
+        for keys in ([KEY, NEW_KEY], [NEW_KEY, KEY]):
+            for file in files:  # one machine after the other
+                write_keys(file, *keys)
+                with join("second", files[1]) as second:
+                    talk(first, second)
+        with join("second", files[1]) as second:
+            talk(first, second)
+            for file in files:
+                write_keys(file, NEW_KEY)
+            talk(first, second)
+            assert len(second.get_worker_infos()) == 2
+        stale = Dialer(
+            Credentials(Options(**options), 1, "second", lambda: (old,)),
+            first.card,
+            unix=not options,
+        )
+        old = derive(KEY, first._meeting._salt)
+        with pytest.raises(gw.AuthenticationError):
+            stale.open_first(None)
 
 
 # Stores

@@ -102,7 +102,9 @@ def test_many_threads_share_a_connection() -> None:
 
 def test_another_worlds_authority_is_refused() -> None:
     with socket_world(2, **TLS) as workers:
-        other = Credentials(Options(tls=True), 0, "worker0", b"another world's")
+        other = Credentials(
+            Options(tls=True), 0, "worker0", lambda: (b"another world's",)
+        )
         dialer = Dialer(other, workers[1].card, unix=False)
         with pytest.raises(gw.AuthenticationError, match=r"worker1.*TLS failed"):
             dialer.open_first(None)
@@ -372,8 +374,9 @@ class Between:
         with suppress(OSError):
             while True:
                 near, _ = self._listener.accept()
+                self._socks.append(near)
                 far = socket.create_connection(self._target)
-                self._socks += near, far
+                self._socks.append(far)
                 for args in (near, far, True), (far, near, False):
                     thread = threading.Thread(target=self._carry, args=args)
                     self._threads.append(thread)
@@ -453,7 +456,7 @@ def test_a_forged_authority_in_between_is_refused(
     """Who ends TLS at both sides needs certificates of the world's."""
     attack = Attack("alter", True, -1)
     with between(attack, monkeypatch) as caller:
-        forger = Credentials(Options(tls=True), 1, "worker1", b"guessed")
+        forger = Credentials(Options(tls=True), 1, "worker1", lambda: (b"guessed",))
 
         def answer() -> None:
             sock, _ = listener.accept()

@@ -31,6 +31,7 @@ from .handshake import (
     challenge,
     check_proof,
 )
+from .keys import named
 from .peer_user import check_user
 from .tls_socket import TlsSocket
 
@@ -153,6 +154,7 @@ class _Stranger:
         self._awaits_tls = False
         self._data = b""
         self._hello = b""
+        self._key = b""
         self._answer = b""
 
     @property
@@ -191,9 +193,7 @@ class _Stranger:
                 self._hello = self._read(HELLO_SIZE)
                 self._greet()
             proof = self._read(PROOF_SIZE)
-            check_proof(
-                self._acceptor.credentials.key, self._hello, self._answer, proof
-            )
+            check_proof(self._key, self._hello, self._answer, proof)
             self._enter()
         except BlockingIOError:
             self._acceptor.poller.watch(self)
@@ -236,7 +236,8 @@ class _Stranger:
         if self._raw.family != socket.AF_UNIX:
             self._raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         verdict = self._acceptor.judge(hello)
-        self._answer = challenge(self._acceptor.credentials.key, self._hello, verdict)
+        self._key = named(self._acceptor.credentials.keys(), hello.key_id)
+        self._answer = challenge(self._key, self._hello, verdict)
         self._sock.send(self._answer)  # the first bytes: there is room for them
         if verdict is not Verdict.WELCOME:
             raise ProtocolError(f"worker {hello.sender}: {verdict.name.lower()}")

@@ -21,6 +21,7 @@ from .._wire.device_maps import are_names
 from .._wire.frames import Frame, Parcel
 from ..errors import ProtocolError
 from ..ids import WorkerInfo, check_name
+from .keys import Keys
 
 NAP = 0.5
 """Seconds after which one who waits looks whether there is still a reason to."""
@@ -160,8 +161,8 @@ class Transport(Protocol):
     def card(self, name: str, number: int, main: str) -> Card:
         """The card of the worker that this transport serves."""
 
-    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
-        """Begin to receive, as worker `me`, from those who know the key."""
+    def start(self, me: int, keys: Keys, receiver: Receiver) -> None:
+        """Begin to receive, as worker `me`, from those who know a key."""
 
     def share_host(self, workers: int) -> None:
         """So many workers are on this host, this one included."""

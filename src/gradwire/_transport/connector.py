@@ -27,6 +27,7 @@ from .base import Card, NotConnected
 from .credentials import Credentials, check_name
 from .framed_socket import Stream
 from .handshake import CHALLENGE_SIZE, Purpose, new_hello, prove
+from .keys import id_of
 from .peer_user import check_user
 from .tls_socket import TlsSocket
 
@@ -223,12 +224,13 @@ class Dialer:
     ) -> tuple[socket.socket | TlsSocket, bytes]:
         """What to send, and by what, when the other side has proven itself."""
         stream = self._with_tls(sock, limit)
-        me = self._credentials.me
-        hello = new_hello(purpose, me, self._to.id, self._link).to_bytes()
+        me, key = self._credentials.me, self._credentials.key
+        link = self._link
+        hello = new_hello(purpose, me, self._to.id, link, id_of(key)).to_bytes()
         stream.settimeout(_left(limit))
         stream.sendall(hello)
         answer = receive_exactly(stream, CHALLENGE_SIZE, limit)
-        return stream, prove(self._credentials.key, hello, answer)
+        return stream, prove(key, hello, answer)
 
     def _with_tls(self, sock: socket.socket, limit: float) -> socket.socket | TlsSocket:
         """The connection, with TLS if it has to use that."""

@@ -21,6 +21,7 @@ import time
 
 from ..errors import AuthenticationError, GradwireError
 from ..options import Options
+from .keys import Keys
 from .tls_socket import TlsSocket
 
 _RENEW = 12 * 3600.0  # seconds after which to issue another one
@@ -34,14 +35,19 @@ _LACKS = (
 class Credentials:
     """Those of one worker."""
 
-    def __init__(self, options: Options, me: int, name: str, key: bytes) -> None:
+    def __init__(self, options: Options, me: int, name: str, keys: Keys) -> None:
         self.me = me
-        self.key = key
+        self.keys = keys
         self._wanted = options.tls
         self._files = options.tls_ca, options.tls_cert, options.tls_key
         self._name = name
         self._lock = threading.Lock()
         self._contexts: dict[bool, tuple[object, ssl.SSLContext]] = {}
+
+    @property
+    def key(self) -> bytes:
+        """The one to use."""
+        return self.keys()[0]
 
     def needs_tls(self, sock: socket.socket) -> bool:
         """Whether a connection has to use TLS. Both ends come to the same answer."""
@@ -70,7 +76,7 @@ class Credentials:
         """Changes when the certificates do."""
         paths = [path for path in self._files if path]
         if not paths:
-            return time.monotonic() // _RENEW
+            return time.monotonic() // _RENEW, self.keys()
         try:
             found = [os.stat(path) for path in paths]
         except OSError as error:
@@ -101,8 +107,9 @@ class Credentials:
                     f"cannot use tls_ca={ca!r}, tls_cert={certificate!r}, tls_key={key!r}: {error}"
                 ) from None
             return
-        authority, chain = _issue(self.key, self._name)
-        context.load_verify_locations(cadata=authority)
+        issued = [_issue(key, self._name) for key in self.keys()]
+        context.load_verify_locations(cadata="".join(root for root, _ in issued))
+        chain = issued[0][1]
         # OpenSSL takes certificates and keys from files only. This one is for us alone.
         file, path = tempfile.mkstemp(prefix="gradwire-")
         try:

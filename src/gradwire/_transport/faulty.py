@@ -18,6 +18,7 @@ from .._wire.frames import Frame, Parcel
 from ..errors import WorkerLostError
 from ..threads import Executor
 from .base import NAP, Answer, Card, IsOver, Receiver, Respond, Traffic, Transport
+from .keys import Keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,9 @@ class WrappedTransport:
     def card(self, name: str, number: int, main: str) -> Card:
         return self._inner.card(name, number, main)
 
-    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
+    def start(self, me: int, keys: Keys, receiver: Receiver) -> None:
         self._receiver = receiver
-        self._inner.start(me, key, receiver)
+        self._inner.start(me, keys, receiver)
 
     def share_host(self, workers: int) -> None:
         self._inner.share_host(workers)
@@ -123,10 +124,10 @@ class FaultyTransport(WrappedTransport):
         self._gone: dict[int, str] = {}
         self._ended = threading.Condition()
 
-    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
+    def start(self, me: int, keys: Keys, receiver: Receiver) -> None:
         self._me = me
         self._receiver = _FaultyReceiver(self, receiver)
-        self._inner.start(me, key, self._receiver)
+        self._inner.start(me, keys, self._receiver)
 
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None

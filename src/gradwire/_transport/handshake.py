@@ -1,6 +1,6 @@
 """How two ends of a new connection prove that they know the world's key, before anything else.
 
-    connector → acceptor   hello      magic, version, purpose, who I am, whom I want, link, nonce
+    connector → acceptor   hello      magic, version, purpose, which key, who, to whom, link, nonce
     acceptor → connector   challenge  head: magic, version, verdict, nonce
                                       HMAC(key, "acceptor", hello, head)
     connector → acceptor   proof      HMAC(key, "connector", hello, challenge)
@@ -22,7 +22,7 @@ from enum import IntEnum
 
 from ..errors import AuthenticationError, ProtocolError
 
-VERSION = 10
+VERSION = 11
 MAGIC = b"GRADWIRE"
 _TLS = b"\x16\x03"  # what begins a connection with TLS
 _HELLO = struct.Struct("<8sHHIqqQ32s")
@@ -75,9 +75,18 @@ class Hello:
     """Random; the same for all connections of one link."""
     nonce: bytes
     version: int = VERSION
+    key_id: int = 0
+    """Which of the world's keys the connector uses (`keys.py`)."""
 
     def to_bytes(self) -> bytes:
-        fields = (self.version, self.purpose, 0, self.sender, self.target, self.link)
+        fields = (
+            self.version,
+            self.purpose,
+            self.key_id,
+            self.sender,
+            self.target,
+            self.link,
+        )
         return _HELLO.pack(MAGIC, *fields, self.nonce)
 
     @classmethod
@@ -88,7 +97,9 @@ class Hello:
             TlsDiffersError: it is one of TLS.
             ProtocolError: it is not one.
         """
-        magic, version, purpose, _, sender, target, link, nonce = _HELLO.unpack(data)
+        magic, version, purpose, key_id, sender, target, link, nonce = _HELLO.unpack(
+            data
+        )
         if data.startswith(_TLS):
             raise TlsDiffersError
         if magic != MAGIC:
@@ -97,11 +108,13 @@ class Hello:
             kind = Purpose(purpose)
         except ValueError:
             raise ProtocolError(f"connection for unknown purpose {purpose}") from None
-        return cls(kind, sender, target, link, nonce, version)
+        return cls(kind, sender, target, link, nonce, version, key_id)
 
 
-def new_hello(purpose: Purpose, sender: int, target: int, link: int) -> Hello:
-    return Hello(purpose, sender, target, link, os.urandom(32))
+def new_hello(
+    purpose: Purpose, sender: int, target: int, link: int, key_id: int = 0
+) -> Hello:
+    return Hello(purpose, sender, target, link, os.urandom(32), key_id=key_id)
 
 
 def challenge(key: bytes, hello: bytes, verdict: Verdict) -> bytes:

@@ -18,6 +18,7 @@ Pure: no I/O.
 from __future__ import annotations
 
 import hmac
+from collections.abc import Callable
 
 from ..errors import AuthenticationError
 
@@ -27,6 +28,21 @@ _SIZE = 64  # of a seal, in hexadecimal
 def derive(secret: bytes, salt: bytes) -> bytes:
     """The key of the world with this salt."""
     return hmac.digest(secret, b"gradwire world\0" + salt, "sha256")
+
+
+Keys = Callable[[], tuple[bytes, ...]]
+"""The keys of a world that count now. The first is used; all are accepted, so that one can take
+another's place while workers run."""
+
+
+def id_of(key: bytes) -> int:
+    """What a hello names a key by."""
+    return int.from_bytes(hmac.digest(key, b"gradwire key", "sha256")[:4], "little")
+
+
+def named(keys: tuple[bytes, ...], key_id: int) -> bytes:
+    """The key that a hello names; the current one, if it is none of these."""
+    return next((key for key in keys if id_of(key) == key_id), keys[0])
 
 
 def digest(key: bytes) -> bytes:
@@ -39,14 +55,14 @@ def seal(key: bytes, data: bytes) -> bytes:
     return _mac(key, data) + data
 
 
-def unseal(key: bytes, sealed: bytes) -> bytes:
-    """The card that someone who knows the key has sealed.
+def unseal(keys: tuple[bytes, ...], sealed: bytes) -> bytes:
+    """The card that someone who knows one of the keys has sealed.
 
     Raises:
         AuthenticationError: nobody has.
     """
     data = sealed[_SIZE:]
-    if not hmac.compare_digest(sealed[:_SIZE], _mac(key, data)):
+    if not any(hmac.compare_digest(sealed[:_SIZE], _mac(key, data)) for key in keys):
         raise AuthenticationError("not sealed with this world's key")
     return data
 

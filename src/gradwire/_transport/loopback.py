@@ -17,6 +17,7 @@ from ..errors import ProtocolError, WorkerLostError
 from ..threads import Bell, Executor
 from .base import Answer, Card, IsOver, Receiver, Traffic, check_wait
 from .exchange import Exchange
+from .keys import Keys
 
 log = logging.getLogger("gradwire")
 
@@ -68,7 +69,7 @@ class LoopbackTransport:
     def card(self, name: str, number: int, main: str) -> Card:
         return Card(name=name, id=number, main=main)
 
-    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
+    def start(self, me: int, keys: Keys, receiver: Receiver) -> None:
         self.me = me
         self._receiver = receiver
         with self._network.lock:

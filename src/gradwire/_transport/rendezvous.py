@@ -26,7 +26,6 @@ no more: cards are sealed.
 
 from __future__ import annotations
 
-import hmac
 import logging
 import secrets
 import time
@@ -100,7 +99,7 @@ class Meeting:
         self._options = options
         self._secrets = key_files.given(options)
         self._trusts_store = options.trust_store
-        self._key = b""
+        self._salt = b""
         self._least = options.min_workers or 1
         self._patience = options.join_timeout
         self._deadline = time.monotonic() + options.join_timeout
@@ -120,15 +119,25 @@ class Meeting:
         """Whether workers come and go."""
         return self._size is None
 
-    def key(self) -> bytes:
-        """The world's key."""
-        if not self._key:
+    def keys(self) -> tuple[bytes, ...]:
+        """The world's keys that count now, the current one first. A key file is read anew."""
+        if not self._salt:
             with _store_errors():
-                secret = self._secrets[0] if self._secrets else self._common_secret()
-                self._key = keys.derive(secret, self._first("salt", _random()))
-                if self._size is not None:
-                    self._compare_key(self._key)
-        return self._key
+                self._begin()
+        try:
+            self._secrets = key_files.given(self._options) or self._secrets
+        except (OSError, ValueError) as error:
+            log.warning("the keys that were read before still count: %s", error)
+        return self._derived()
+
+    def _begin(self) -> None:
+        self._secrets = self._secrets or (self._common_secret(),)
+        self._salt = self._first("salt", _random())
+        if self._size is not None:
+            self._compare_keys()
+
+    def _derived(self) -> tuple[bytes, ...]:
+        return tuple(keys.derive(secret, self._salt) for secret in self._secrets)
 
     def _common_secret(self) -> bytes:
         """What workers know without the user's doing."""
@@ -146,10 +155,10 @@ class Meeting:
         found: bytes = self._store().compare_set(name, "", value.decode())
         return found
 
-    def _compare_key(self, key: bytes) -> None:
+    def _compare_keys(self) -> None:
         """Name a key that differs from the others' now: later it would be a failed handshake."""
-        digest = keys.digest(key)
-        if not hmac.compare_digest(self._first("digest", digest), digest):
+        digests = [keys.digest(key) for key in self._derived()]
+        if self._first("digest", digests[0]) not in digests:
             error = f"rank {self._rank} has another key than those that came before: {_SAME}"
             self._store().compare_set("failed", "", error)
             raise AuthenticationError(error)
@@ -244,7 +253,7 @@ class Meeting:
         return [other for other in cards if other is not None]
 
     def _publish(self, card: Card) -> None:
-        data = keys.seal(self.key(), card.to_bytes())
+        data = keys.seal(self.keys()[0], card.to_bytes())
         found = self._first(f"card/{card.id}", data)
         if found != data:
             other = self._open(card.id, found)
@@ -269,7 +278,7 @@ class Meeting:
         One that has just died may not be known to have: its machine may be out of reach, or the
         system may not be done with it. So only one that answers keeps its name at once.
         """
-        credentials = Credentials(self._options, me.id, me.name, self.key())
+        credentials = Credentials(self._options, me.id, me.name, self.keys)
         pause = _STEP
         while not self._is_gone(holder):
             card = self._published(holder)
@@ -349,7 +358,7 @@ class Meeting:
             AuthenticationError: somebody else has.
         """
         try:
-            card = Card.from_bytes(keys.unseal(self.key(), sealed))
+            card = Card.from_bytes(keys.unseal(self.keys(), sealed))
             if card.id != number:
                 raise ProtocolError(f"it is the card of worker {card.id}")
         except ProtocolError as error:

@@ -29,6 +29,7 @@ from .credentials import Credentials
 from .endpoint import Endpoint, describe_end
 from .framed_socket import Stream
 from .handshake import Hello
+from .keys import Keys
 from .listener import Listener
 from .loopback import LoopbackNetwork, LoopbackTransport
 from .poller import Poller
@@ -92,12 +93,12 @@ class SocketTransport:
             cores=to_mask(usable_cores()),
         )
 
-    def start(self, me: int, key: bytes, receiver: Receiver) -> None:
+    def start(self, me: int, keys: Keys, receiver: Receiver) -> None:
         """Begin to receive."""
         options = self._options
         self._me = me
-        self._own.start(me, key, receiver)
-        credentials = Credentials(options, me, self._name, key)
+        self._own.start(me, keys, receiver)
+        credentials = Credentials(options, me, self._name, keys)
         if options.tls is False:
             self._warn_of_plain_connections()
         self._endpoint = Endpoint(

@@ -21,11 +21,10 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
 )
 
+from .keys import id_of
+
 _VALID = timedelta(days=1)
 _SKEW = timedelta(hours=1)  # by which clocks may differ
-_ISSUER = x509.Name(
-    [x509.NameAttribute(x509.NameOID.COMMON_NAME, "the authority of a world")]
-)
 
 
 def issue(world_key: bytes, name: str) -> tuple[str, bytes]:
@@ -33,9 +32,12 @@ def issue(world_key: bytes, name: str) -> tuple[str, bytes]:
     seed = hmac.digest(world_key, b"gradwire certificate authority", "sha256")
     authority = Ed25519PrivateKey.from_private_bytes(seed)
     own = Ed25519PrivateKey.generate()
-    root = _certificate(_ISSUER, authority.public_key(), is_authority=True)
+    # By its name OpenSSL finds it, where there are several.
+    common_name = f"the authority of a world, {id_of(world_key):08x}"
+    issuer = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, common_name)])
+    root = _certificate(issuer, issuer, authority.public_key(), is_authority=True)
     names = x509.SubjectAlternativeName([x509.DNSName(name)])
-    leaf = _certificate(x509.Name([]), own.public_key(), is_authority=False)
+    leaf = _certificate(x509.Name([]), issuer, own.public_key(), is_authority=False)
     leaf = leaf.add_extension(names, critical=True)
     pem = leaf.sign(authority, None).public_bytes(Encoding.PEM)
     private = own.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption())
@@ -43,7 +45,11 @@ def issue(world_key: bytes, name: str) -> tuple[str, bytes]:
 
 
 def _certificate(
-    subject: x509.Name, key: Ed25519PublicKey, *, is_authority: bool
+    subject: x509.Name,
+    issuer: x509.Name,
+    key: Ed25519PublicKey,
+    *,
+    is_authority: bool,
 ) -> x509.CertificateBuilder:
     now = datetime.now(timezone.utc)
     length = 0 if is_authority else None
@@ -51,7 +57,7 @@ def _certificate(
     return (
         x509.CertificateBuilder()
         .subject_name(subject)
-        .issuer_name(_ISSUER)
+        .issuer_name(issuer)
         .public_key(key)
         .serial_number(x509.random_serial_number())
         .not_valid_before(now - _SKEW)

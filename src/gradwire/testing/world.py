@@ -55,7 +55,7 @@ class World:
         cards = [worker.card for worker in self.workers]
         try:
             for worker in self.workers:
-                worker.start(cards, b"", None)
+                worker.start(cards, tuple, None)  # no keys
             for worker in self.workers:
                 worker.check_device_maps()
         except BaseException:
