@@ -244,15 +244,15 @@ class _Stranger:
 
     def _enter(self) -> None:
         """It knows the key: it is a member's connection from now on."""
-        if not self._acceptor.take_out(self):
-            return  # too late
-        self._acceptor.poller.drop(self)
         if isinstance(self._sock, TlsSocket):
             self._acceptor.executor.submit(self._welcome)  # may ask the store
         else:
             self._welcome()
 
     def _welcome(self) -> None:
+        if not self._acceptor.take_out(self):
+            return  # too late
+        self._acceptor.poller.drop(self)
         hello = Hello.from_bytes(self._hello)
         try:
             if isinstance(self._sock, TlsSocket):
