@@ -238,7 +238,7 @@ def test_a_pass_leaves_nothing_to_the_garbage_collector(make: Any) -> None:
             gc.garbage.clear()
             gc.enable()
     assert not tensors
-    assert not [kind for kind in kinds if kind.startswith("gradwire.autograd")]
+    assert not [kind for kind in kinds if kind.startswith("gradwire._autograd")]
 
 
 def settled(process: psutil.Process) -> tuple[int, int]:
@@ -332,7 +332,7 @@ def waiting_in_passes() -> list[str]:
     found = []
     for number, frame in sys._current_frames().items():
         while frame is not None:
-            if "gradwire/autograd" in frame.f_code.co_filename.replace("\\", "/"):
+            if "gradwire/_autograd" in frame.f_code.co_filename.replace("\\", "/"):
                 found.append(f"{number} in {frame.f_code.co_name}")
             frame = frame.f_back  # type: ignore[assignment]
     return found
