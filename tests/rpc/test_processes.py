@@ -15,7 +15,7 @@ import torch
 
 import gradwire as gw
 from tests.processes import Processes
-from tests.worlds import LIMIT, free_port, together, wait_until
+from tests.worlds import LIMIT, SOON, free_port, together, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -255,6 +255,32 @@ def test_a_worker_that_stays_stopped_is_lost_and_the_error_says_so(
             assert "nothing heard for 1." in str(outcome.error)
             assert "it is stopped" in str(outcome.error)
             assert outcome.ended_at - stopped_at < 4 * beat
+        server.kill()
+
+
+@pytest.mark.parametrize("glance", [0.05, None], ids=["in glances", "in one wait"])
+def test_the_main_thread_that_waits_notices_that_a_worker_is_stopped(
+    processes: Processes, glance: float | None
+) -> None:
+    """However often it looks up, that it looks is no sign of life of the other."""
+    server = processes.serve(1, 2, host_heartbeat=1.0)
+    with processes.world(2, host_heartbeat=1.0) as worker:
+        assert worker.rpc_async("worker1", max, (1, 2)).wait() == 2
+        server.stop()
+        late = worker.rpc_async("worker1", max, (1, 2))
+        stopped_at = time.monotonic()
+
+        def is_lost() -> bool:
+            try:
+                late.wait(glance)
+            except TimeoutError:
+                return False
+            except gw.WorkerLostError:
+                return True
+            raise AssertionError("it has answered")
+
+        wait_until(is_lost)
+        assert time.monotonic() - stopped_at < SOON
         server.kill()
 
 

@@ -316,11 +316,11 @@ class Connection:
 
     def _read(self, deadline: float | None, answer: Answer) -> None:
         """With the role: take in what comes."""
-        broken = None
+        broken, has_come = None, False
         try:
             if not answer.done():
                 with self._endpoint.executor.waiting():
-                    self.framed.read(deadline, self._endpoint.busy_poll)
+                    has_come = self.framed.read(deadline, self._endpoint.busy_poll)
         except TimeoutError:
             pass
         except BROKEN as error:
@@ -330,7 +330,8 @@ class Connection:
                 next_reader = self._role.give_up()
             if next_reader is not None:
                 next_reader.ring()
-            self._take_notes()
+            if has_come:  # else it is still silent, however often we look
+                self._take_notes()
         if broken is not None:
             self.end(broken)
 

@@ -206,20 +206,20 @@ class FramedSocket:
     ) -> None:
         self._pool, self.reader.segments = pool, segments
 
-    def read(self, deadline: float | None, busy_poll: BusyPoll = _NEVER) -> None:
-        """Wait for something to come, and take it in; or nothing, then wait again.
+    def read(self, deadline: float | None, busy_poll: BusyPoll = _NEVER) -> bool:
+        """Wait for something to come, and take it in, or do so the next time. Whether it has come.
 
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
         """
         if self._took_in():
-            return
+            return True
         began = time.perf_counter()
         if busy_poll.found(self._took_in, self._last_wait):
             self._last_wait = time.perf_counter() - began
-            return
+            return True
         try:
-            poll_until(self._readable, deadline)
+            return poll_until(self._readable, deadline)
         finally:
             self._last_wait = max(0.0, time.perf_counter() - began - WAKE_UP)
 
