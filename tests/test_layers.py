@@ -20,7 +20,9 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         [
-            "errors ids options events threads cores tracebacks uncompiled",
+            "errors ids options events cores tracebacks uncompiled",
+            "locks",
+            "threads",
             "_wire",
             "_transport",
             "_rpc",
@@ -71,7 +73,7 @@ PRIVATE_TORCH: dict[str, str] = {
     "gradwire._wire.tensor_kinds": "quantized tensors from their stored integers",
 }
 
-PRIVATE_PYTHON = {"_DummyThread", "_exit", "_getframe", "_initializing"}
+PRIVATE_PYTHON = {"_DummyThread", "_exit", "_getframe", "_initializing", "_is_owned"}
 
 SOURCE = Path(__file__).parents[1] / "src" / ROOT
 

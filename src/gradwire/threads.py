@@ -30,6 +30,8 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 
+from .locks import CheckedLock, check_none_held
+
 Task = Callable[[], object]
 
 log = logging.getLogger("gradwire")
@@ -38,6 +40,7 @@ _TICK = 0.001  # how long a queue may stand still before a thread is added
 _LINGER_TICKS = 2  # ticks without work before the monitor sleeps: waking it costs more
 _IDLE = 2.0  # how long a thread without work stays
 _LOG_INTERVAL = 10.0
+_MOMENT = 0.3  # a wait that is longer than this may be one for ever
 
 
 class Executor:
@@ -49,7 +52,7 @@ class Executor:
         self._name = name
         self._limit = limit
         self._on_thread = on_thread
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._queue: deque[Task] = deque()
         self._counted: set[int] = set()  # threads that take from the queue
         self._active = 0  # of those, the ones neither idle nor waiting
@@ -59,7 +62,7 @@ class Executor:
         self._closed = False
         self._numbers = itertools.count()
         self._threads: set[threading.Thread] = set()
-        self._starting = threading.Lock()
+        self._starting = CheckedLock()
         self._log_after = 0.0
         self._monitor = _Monitor(self)
 
@@ -336,7 +339,18 @@ class Bell:
             pass  # rung already
 
     def wait_until(self, deadline: float | None) -> bool:
-        return self.wait(None if deadline is None else deadline - time.monotonic())
+        """Wait for what others do.
+
+        Raises:
+            GradwireError: they cannot, because this thread was interrupted with a lock.
+        """
+        left = float("inf") if deadline is None else deadline - time.monotonic()
+        if left <= _MOMENT:
+            return self.wait(left)
+        if self.wait(_MOMENT):
+            return True
+        check_none_held()
+        return self.wait(None if deadline is None else left - _MOMENT)
 
     def wait(self, timeout: float | None) -> bool:
         return self._lock.acquire(timeout=-1 if timeout is None else max(0.0, timeout))
@@ -350,7 +364,7 @@ class _Monitor:
         self._bell = Bell()
         self._asleep = False
         self._started = threading.Lock()
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._timers: list[tuple[float, int, Task, bool]] = []
         self._order = itertools.count()
         self._wake_at = float("inf")

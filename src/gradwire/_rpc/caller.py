@@ -25,6 +25,7 @@ from ..errors import (
     StaleReferenceError,
     WorkerLostError,
 )
+from ..locks import CheckedLock
 from ..options import Options, check_timeout
 from ..threads import Bell, Executor
 from . import torch_modes
@@ -59,7 +60,7 @@ class Caller:
         self._transport = transport
         self._codec = codec
         self._attend = self._wait_for  # one bound method for all futures
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._calls = CallsInFlight()
         self._held = HeldBack(executor, self._start)
         self._readers: dict[int, int] = {}  # by call, the thread that reads for it
@@ -351,7 +352,9 @@ class Caller:
         try:
             self._transport.attend(future.to, future.call, future, deadline)
         finally:
-            del self._readers[future.call]
+            self._readers.pop(
+                future.call, None
+            )  # a signal handler may have waited, too
 
     def _sleep(self, future: CallFuture, deadline: float | None) -> None:
         """Wait without a connection to read from."""

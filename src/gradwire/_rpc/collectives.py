@@ -8,7 +8,6 @@ call fails, except at the end of the world, where the next one takes its place.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ import torch
 
 from ..errors import WorkerLostError
 from ..ids import WorkerInfo
+from ..locks import CheckedLock
 from .agent import Agent
 from .function_runner import Later
 from .messages import GATHER, Gather
@@ -86,7 +86,7 @@ class Collectives:
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
         self._gatherings = Gatherings()
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._numbers = itertools.count()
         agent.handle(GATHER, Gather, self._part_came)
         agent.gone.subscribe(self._worker_gone)

@@ -7,12 +7,12 @@ done where it pays: after a few requests in a row that would have been taken bac
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from .._wire.frames import Parcel
+from ..locks import CheckedLock
 from ..threads import Executor
 from .calls import Pending
 from .members import Peer
@@ -35,7 +35,7 @@ class HeldBack:
     def __init__(self, executor: Executor, send: Callable[[Held], None]) -> None:
         self._executor = executor
         self._send = send
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self.requests: dict[int, Held] = {}  # by the worker they go to
         self._since: dict[int, float] = {}  # by worker
         self._last = 0  # the last request that could be held back

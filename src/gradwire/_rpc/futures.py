@@ -20,7 +20,6 @@ import contextvars
 import copy
 import logging
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Generator
 from typing import Any, NamedTuple, TypeVar
@@ -29,6 +28,7 @@ import torch.futures
 
 from .._wire.functions import describe
 from ..errors import ClosedError
+from ..locks import CheckedLock
 from ..tracebacks import hide_frames, text_of
 from ..uncompiled import uncompiled
 
@@ -273,7 +273,7 @@ class Loops:
             set()
         )  # a loop holds what it runs by weak references only
         self._closed = False
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> torch.futures.Future[Any]:
         """Start a coroutine; its result, or `Failed`, as a future.

@@ -6,13 +6,13 @@ Pure but for its lock. Ids are never used twice; a name can be used again once i
 from __future__ import annotations
 
 import itertools
-import threading
 
 from .._transport.base import Card
 from .._wire.codec import Manner
 from .._wire.device_maps import between
 from ..errors import WorkerLostError
 from ..ids import WorkerInfo
+from ..locks import CheckedLock
 from .calls import Seen
 
 
@@ -20,7 +20,7 @@ class Members:
     """The workers that are alive, and why the others are gone."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._cards: dict[int, Card] = {}
         self._by_name: dict[str, Card] = {}
         self._gone: dict[int, tuple[str, str]] = {}
@@ -108,7 +108,7 @@ class Peer:
         self.manner = Manner(card.plain or plain, same_main, card.id, devices)
         self._numbers = itertools.count(1)
         self._seen = Seen(most=_MOST_GAPS)
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
 
     def next_call(self) -> int:
         """A number for a call, unique to this worker: the callee's id and a counter."""

@@ -6,7 +6,6 @@ beside it, by its address, for as long as it lives: nothing is added to the obje
 
 from __future__ import annotations
 
-import threading
 import types
 import weakref
 from collections import deque
@@ -14,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+from ..locks import CheckedLock
 from ..threads import Bell
 
 C = TypeVar("C", bound=type)
@@ -46,7 +46,7 @@ class Turns:
     """A fair lock: acquired in order of arrival, and released by any thread."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._is_taken = False
         self._waiting: deque[Bell] = deque()
 
@@ -72,7 +72,7 @@ class Turns:
 
 _turns: dict[int, Turns] = {}
 """By address of the object."""
-_noting = threading.Lock()
+_noting = CheckedLock()
 
 
 def turns_of(value: Any) -> Turns | None:

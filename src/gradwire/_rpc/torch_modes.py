@@ -6,7 +6,6 @@ nothing to send or to apply.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import ExitStack, contextmanager
 from types import coroutine
@@ -19,6 +18,8 @@ from torch import (
     is_grad_enabled,
     is_inference_mode_enabled,
 )
+
+from ..locks import CheckedLock
 
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 
@@ -68,7 +69,7 @@ def applied(modes: Modes) -> Iterator[None]:
         yield
 
 
-_anomaly_lock = threading.Lock()
+_anomaly_lock = CheckedLock()
 _anomaly_users = 0
 
 

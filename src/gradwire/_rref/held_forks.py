@@ -7,7 +7,6 @@ by a note of the receiver; if it does not come, or the answer leaves doubt, the 
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from typing import Any
 
 from .._rpc.futures import CallFuture
 from ..ids import WorkerInfo
+from ..locks import CheckedLock
 from .ledger import Holding, Transit, UserLedger
 from .messages import Notes
 from .owned_values import OwnedValues
@@ -104,7 +104,7 @@ class HeldForks:
         """Sees to it that the queue is read (`notifier.py`)."""
         self._me = me
         self._owned_values = owned_values
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._ledger = UserLedger(me)
         self._outbox = Outbox()
         self._doubts: dict[int, float] = {}  # by token: when to ask

@@ -13,6 +13,7 @@ from queue import Empty
 from .._rpc.agent import Agent
 from .._rpc.futures import CallFuture
 from ..errors import CallTimeout, GradwireError
+from ..locks import CheckedLock
 from .held_forks import HeldForks
 from .messages import Notes, Recall
 
@@ -37,7 +38,7 @@ class Notifier:
         self._queue = held_forks.events
         self._notes: list[tuple[int, Notes, CallFuture]] = []
         self._recalls: list[tuple[int, CallFuture]] = []
-        self._tidying = threading.Lock()
+        self._tidying = CheckedLock()
         self._started = threading.Lock()
         self._stop = threading.Event()
         held_forks.watch = self.start

@@ -10,7 +10,6 @@ or cannot.
 from __future__ import annotations
 
 import itertools
-import threading
 import time
 from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
@@ -27,6 +26,7 @@ from ..errors import (
     WorkerLostError,
 )
 from ..ids import WorkerInfo
+from ..locks import CheckedLock
 from ..options import check_timeout
 from ..threads import Bell, Executor
 from .ledger import OwnerLedger
@@ -54,7 +54,7 @@ class OwnedValue:
         self._result: Any = None
         self._failed: Failed | None = None
         self._waiting: list[Callable[[], object]] = []
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
 
     def __repr__(self) -> str:
         return f"<OwnedValue {spell(self.id)}: {self.state}>"
@@ -145,7 +145,7 @@ class OwnedValues:
 
     def __init__(self, me: WorkerInfo) -> None:
         self._me = me
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._ledger = OwnerLedger()
         self._used: WeakValueDictionary[int, OwnedValue] = WeakValueDictionary()
         self._kept: dict[int, OwnedValue] = {}

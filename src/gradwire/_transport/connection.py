@@ -26,19 +26,22 @@ by the thread that completes its future. These hold:
 * It ends once, and its descriptor is closed when no thread uses it any more.
 * A caller that gives up abandons its leased connection: the poller reads what is still to come,
   which frees its memory, and then ends it.
+* A signal handler may make a call while its thread is anywhere in here. It reads with the role of
+  the frame that it has interrupted; where that holds a lock or takes a frame apart, it raises.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from threading import get_ident
 
 from .._wire.frames import Frame, Parcel, note
 from .._wire.messages import FAILURE, PING, PONG, RESULT
 from ..errors import ProtocolError
+from ..locks import CheckedLock, check_may_read, check_not_below
 from ..threads import Bell
 from .base import Answer, IsOver, check_wait
 from .endpoint import BROKEN, Endpoint
@@ -77,13 +80,14 @@ class Connection:
         self.framed = framed
         self._is_leased = is_leased
         self._on_ended: Ended | None = ended
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._users = 0
         self._ended = False
         self.is_owed = False  # a lease's request was sent, its response has not come
         self.queue = SendQueue(framed, endpoint.executor.waiting)
         self._timer: int | None = None  # while it runs: `_answered` when it was started
         self._role: ReaderRole[Frame, Bell] = ReaderRole(framed.reader.frames)
+        self._reader = 0  # the thread that has the role
         self._exchanges: dict[int, Exchange] = {}  # by call
         self._posted = 0
         self._answered = 0
@@ -181,11 +185,9 @@ class Connection:
         framed, busy_poll = self.framed, self._endpoint.busy_poll
         frames = framed.reader.frames
         while not frames:
-            if is_over is None:
-                framed.read(deadline, busy_poll)
-                continue
+            until = deadline if is_over is None else check_wait(deadline, is_over)
             try:
-                framed.read(check_wait(deadline, is_over), busy_poll)
+                framed.read(until, busy_poll)
             except TimeoutError:
                 check_wait(deadline, is_over)
         return frames.popleft()
@@ -201,9 +203,7 @@ class Connection:
         """Read what an abandoned connection still brings."""
         frames = self.framed.reader.frames
         try:
-            self.framed.reader.pull()
-        except BlockingIOError:
-            pass
+            self.framed.pull()
         except BROKEN:
             self.end(None)
         if frames:
@@ -259,41 +259,42 @@ class Connection:
     def attend(self, call: int, answer: Answer, deadline: float | None) -> None:
         """Wait for the response to a request, reading if nobody else does."""
         role, bell = self._role, Bell()
-        if not self._enter():
+        self.queue.try_flush()
+        if not self.use():
             return
+        with self._lock:
+            if role.enter():
+                self._endpoint.poller.pause(self)
         try:
             is_bell_known = False
             while not answer.done():
                 with self._lock:
                     step = Step.SLEEP if self._ended else role.step(call, bell)
+                    if step is Step.READ:
+                        self._reader = get_ident()
                 if step is Step.DELIVER:
                     self._start_timer()  # a user's callback may keep this thread
                     self._deliver_next()
                 elif step is Step.READ:
                     self._read(deadline, answer)
+                elif self._reader == get_ident():
+                    check_may_read()  # a signal handler may, for who it interrupted
+                    self._read_now(deadline)
                 elif not is_bell_known:
                     is_bell_known = True  # look once more, then sleep
                     answer.on_done(bell.ring)
                 else:
+                    if role.in_delivery[call]:
+                        check_not_below(_DELIVERING, "call", call)
                     with self._endpoint.executor.waiting():
                         bell.wait_until(deadline)
-                if _is_past(deadline):
+                if deadline is not None and time.monotonic() >= deadline:
                     return
             for _ in range(min(len(role.unopened), _MOST_IN_PASSING)):
                 self._start_timer()
                 self._deliver_next()  # likely what this thread asks for next
         finally:
             self._leave(call)
-
-    def _enter(self) -> bool:
-        self.queue.try_flush()
-        with self._lock:
-            if self._ended:
-                return False
-            self._users += 1
-            if self._role.enter():
-                self._endpoint.poller.pause(self)
-        return True
 
     def _leave(self, call: int) -> None:
         with self._lock:
@@ -316,24 +317,26 @@ class Connection:
 
     def _read(self, deadline: float | None, answer: Answer) -> None:
         """With the role: take in what comes."""
-        broken, has_come = None, False
         try:
             if not answer.done():
-                with self._endpoint.executor.waiting():
-                    has_come = self.framed.read(deadline, self._endpoint.busy_poll)
-        except TimeoutError:
-            pass
-        except BROKEN as error:
-            broken = error
+                self._read_now(deadline)
         finally:
             with self._lock:
                 next_reader = self._role.give_up()
+                self._reader = 0
             if next_reader is not None:
                 next_reader.ring()
+
+    def _read_now(self, deadline: float | None) -> None:
+        try:
+            with self._endpoint.executor.waiting():
+                has_come = self.framed.read(deadline, self._endpoint.busy_poll)
             if has_come:  # else it is still silent, however often we look
                 self._take_notes()
-        if broken is not None:
-            self.end(broken)
+        except TimeoutError:
+            pass
+        except BROKEN as error:
+            self.end(error)
 
     def _deliver_next(self) -> None:
         with self._lock:
@@ -358,8 +361,7 @@ class Connection:
     # Requests of the other worker
 
     def serve(self) -> None:
-        """Run the requests of a leased connection, until it is quiet or over. In a thread for
-        it."""
+        """Run the requests of a leased connection, until it is quiet or over."""
         frames, serve = self.framed.reader.frames, self._endpoint.receiver.serve
         try:
             while True:
@@ -395,19 +397,16 @@ class Connection:
         with self._lock:
             if not self._role.take():
                 return  # a waiter reads; it will have us watched again
-        broken = None
+            self._reader = get_ident()
         try:
-            self.framed.reader.pull()
-        except BlockingIOError:
-            pass
+            self.framed.pull()
         except BROKEN as error:
-            broken = error
+            self.end(error)
+            return
         finally:
             with self._lock:
                 next_reader = self._role.give_up()
-        if broken is not None:
-            self.end(broken)
-            return
+                self._reader = 0
         self._take_notes()
         for _ in range(len(self._role.unopened)):
             self._endpoint.executor.submit(self._deliver_next)
@@ -437,8 +436,6 @@ class Connection:
 
     def respond(self, call: int, parcel: Parcel) -> None:
         """Send the response to a request. Quietly nothing, if the connection is over."""
-        if not self.use():
-            return
         try:
             if self._is_leased:
                 with self.queue.lock:
@@ -448,8 +445,6 @@ class Connection:
                 self.send(call, parcel, more=more)
         except OSError as error:
             log.debug("response to worker %d could not be sent: %s", self.peer, error)
-        finally:
-            self.stop_using()
         parcel.was_sent()
 
     def _take_notes(self) -> None:
@@ -517,5 +512,4 @@ class Connection:
                 self.framed.close()
 
 
-def _is_past(deadline: float | None) -> bool:
-    return deadline is not None and time.monotonic() >= deadline
+_DELIVERING = Connection._deliver_next.__code__

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import TypeGuard
@@ -18,6 +17,7 @@ from typing import TypeGuard
 from .._wire.frames import Frame, Parcel
 from .._wire.messages import PING
 from ..errors import ProtocolError, WorkerLostError
+from ..locks import CheckedLock
 from . import shared_memory
 from .base import Card, IsOver, NotConnected
 from .connection import Connection
@@ -48,7 +48,7 @@ class Connections:
         self._endpoint = endpoint
         self._on_ended = ended
         self._leased: set[Connection] = set()
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._closed = False
         self._reason: str | None = None  # why they have ended
         self._side: socket.socket | None = None

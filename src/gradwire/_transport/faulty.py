@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from .._wire.frames import Frame, Parcel
 from ..errors import WorkerLostError
+from ..locks import CheckedLock
 from ..threads import Executor
 from .base import NAP, Answer, Card, IsOver, Receiver, Respond, Traffic, Transport
 from .keys import Keys
@@ -120,7 +121,7 @@ class FaultyTransport(WrappedTransport):
         self.faults = faults
         self._me = -1
         self._random = random.Random(seed)
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._gone: dict[int, str] = {}
         self._ended = threading.Condition()
 

@@ -19,6 +19,7 @@ from .._wire import raw_bytes
 from .._wire.frames import HEADER, VERSION, Frame, Header, Limits, Parcel, refusal
 from .._wire.messages import GOODBYE, NOTES
 from ..errors import ProtocolError
+from ..locks import check_none_held, reentered
 from .base import NAP, Traffic
 from .busy_poll import WAKE_UP, BusyPoll
 from .shared_memory import Recycler, SegmentMap, SegmentPool
@@ -192,13 +193,10 @@ class FramedSocket:
         self._traffic = traffic or Traffic()
         self.reader = reader(sock, limits, recycler, self._traffic)
         self._pull = self.reader.pull
+        self._is_pulling = False
         self._send = sock.send
         self._pool: SegmentPool | None = None
         self._waiting = waiting
-        self._readable = select.poll()
-        self._readable.register(sock, select.POLLIN)
-        self._writable = select.poll()
-        self._writable.register(sock, select.POLLOUT)
         self._last_wait = 0.0  # how long the last wait for something to come took
 
     def share_memory(
@@ -211,24 +209,45 @@ class FramedSocket:
 
         Raises:
             TimeoutError, EOFError, OSError, ProtocolError: as `pull` and `poll_until`.
+            GradwireError: nothing can come, because this thread was interrupted with a lock.
         """
-        if self._took_in():
+        if self.pull():
             return True
         began = time.perf_counter()
-        if busy_poll.found(self._took_in, self._last_wait):
+        if busy_poll.found(self.pull, self._last_wait):
             self._last_wait = time.perf_counter() - began
             return True
         try:
-            return poll_until(self._readable, deadline)
+            return self._sleep(deadline)
         finally:
             self._last_wait = max(0.0, time.perf_counter() - began - WAKE_UP)
 
-    def _took_in(self) -> bool:
-        """Whether something had come; takes it in."""
+    def _sleep(self, deadline: float | None) -> bool:
+        """Sleep until something comes, or a little less; whether it has."""
+        moment = time.monotonic() + NAP
+        if deadline is None or deadline > moment:
+            try:
+                return poll_until(self.sock, select.POLLIN, moment)
+            except TimeoutError:
+                check_none_held()  # it may be for ever
+        return poll_until(self.sock, select.POLLIN, deadline)
+
+    def pull(self) -> bool:
+        """Whether something had come; takes it in.
+
+        Raises:
+            EOFError, OSError, ProtocolError: as `FrameReader.pull`.
+            GradwireError: this thread is at it, and was interrupted.
+        """
+        if self._is_pulling:
+            raise reentered()
+        self._is_pulling = True
         try:
             self._pull()
         except BlockingIOError:
             return False
+        finally:
+            self._is_pulling = False
         return True
 
     def write(self, call: int, parcel: Parcel, deadline: float | None = None) -> None:
@@ -274,7 +293,7 @@ class FramedSocket:
                 )
             except BlockingIOError:
                 with self._waiting():
-                    drained = poll_until(self._writable, deadline)
+                    drained = poll_until(self.sock, select.POLLOUT, deadline)
                 if drained:
                     self.drained_at = time.monotonic()
                 continue
@@ -311,8 +330,8 @@ def _in_stream(call: int, parcel: Parcel) -> deque[memoryview]:
     return buffers
 
 
-def poll_until(poll: select.poll, deadline: float | None) -> bool:
-    """Sleep until the poll has something, or a little less; whether it has.
+def poll_until(sock: Stream, event: int, deadline: float | None) -> bool:
+    """Sleep until the socket has an event, or a little less; whether it has.
 
     Raises:
         TimeoutError: the deadline came first.
@@ -321,6 +340,8 @@ def poll_until(poll: select.poll, deadline: float | None) -> bool:
     if threading.current_thread() is threading.main_thread():
         # A Ctrl-C that comes just before the sleep does not end it: look now and then.
         left = NAP if left is None else min(left, NAP)
+    poll = select.poll()  # a new one: signal handlers may be here at the same time
+    poll.register(sock, event)
     found = poll.poll(None if left is None else left * 1000)
     if deadline is not None and time.monotonic() >= deadline:
         raise TimeoutError

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 import random
-import threading
 from functools import partial
 from typing import NamedTuple
 
 from .._wire.frames import Frame, Parcel
 from ..errors import ProtocolError, WorkerLostError
+from ..locks import CheckedLock
 from ..threads import Bell, Executor
 from .base import Answer, Card, IsOver, Receiver, Traffic, check_wait
 from .exchange import Exchange
@@ -27,7 +27,7 @@ class LoopbackNetwork:
 
     def __init__(self, seed: int | None = None) -> None:
         self.random = None if seed is None else random.Random(seed)
-        self.lock = threading.Lock()
+        self.lock = CheckedLock()
         self.workers: dict[int, LoopbackTransport] = {}
 
     def __repr__(self) -> str:

@@ -19,6 +19,7 @@ import threading
 import time
 from typing import Protocol
 
+from ..locks import CheckedLock
 from ..threads import Executor
 from .busy_poll import BusyPoll
 
@@ -69,7 +70,7 @@ class _Epoll:
 class _Portable:
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
 
     def arm(self, fd: int) -> None:
         with self._lock:
@@ -103,8 +104,8 @@ class Poller:
         self._system = _Epoll() if hasattr(select, "epoll") else _Portable()
         self._watched: dict[int, Watched] = {}
         self._closing = threading.Event()
-        self._turning = threading.Lock()
-        self._lock = threading.Lock()
+        self._turning = CheckedLock()
+        self._lock = CheckedLock()
         self._waker, self._woken = socket.socketpair()
         self._system.arm(self._woken.fileno())
 

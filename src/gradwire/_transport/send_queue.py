@@ -7,12 +7,12 @@ system call with others.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections import deque
 
 from .._wire.frames import Parcel, note
 from .._wire.messages import GOODBYE
+from ..locks import CheckedLock
 from .framed_socket import FramedSocket, Waiting
 
 _MOST_HELD = 16  # frames that wait for others
@@ -24,7 +24,7 @@ class SendQueue:
     """The sending half of a connection."""
 
     def __init__(self, framed: FramedSocket, waiting: Waiting) -> None:
-        self.lock = threading.Lock()
+        self.lock = CheckedLock()
         """Held while writing."""
         self._framed = framed
         self._waiting = waiting

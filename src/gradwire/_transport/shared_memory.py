@@ -18,7 +18,6 @@ import mmap
 import os
 import socket
 import struct
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -28,6 +27,7 @@ import torch
 
 from .._wire.frames import Piece, fill
 from ..errors import ProtocolError
+from ..locks import CheckedLock
 
 START = 4096
 _SMALLEST = 64 << 10
@@ -108,7 +108,7 @@ class SegmentPool:
 
     def __init__(self, side: socket.socket) -> None:
         self._side = side
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._by_size: dict[int, list[Segment]] = {}
         self._missed: dict[int, int] = {}
         self._reused: dict[int, int] = {}
@@ -184,7 +184,7 @@ class SegmentMap:
 
     def __init__(self, side: socket.socket) -> None:
         self._side = side
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._known: dict[int, Segment] = {}
 
     def area(self, number: int, length: int) -> Any:
@@ -262,7 +262,7 @@ class Recycler:
         self._free: dict[int, list[mmap.mmap]] = {}
         self._returned: deque[mmap.mmap] = deque()  # not yet among the free
         self._bytes = 0
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
 
     def area(self, length: int) -> Any:
         """A writable buffer of that length."""

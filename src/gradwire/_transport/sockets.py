@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from contextlib import contextmanager
 from .._wire.frames import Frame, Limits, Parcel
 from ..cores import to_mask, usable_cores
 from ..errors import ClosedError, GradwireError, ProtocolError, WorkerLostError
+from ..locks import CheckedLock
 from ..options import Options
 from ..threads import Executor
 from . import addresses
@@ -59,8 +59,8 @@ class SocketTransport:
         self._out: dict[int, OutgoingConnections] = {}
         self._in: dict[tuple[int, int], IncomingConnections] = {}
         self._leaving: set[int] = set()  # workers that have said goodbye
-        self._lock = threading.Lock()
-        self._making: dict[int, threading.Lock] = {}
+        self._lock = CheckedLock()
+        self._making: dict[int, CheckedLock] = {}
         self._acceptor: Acceptor | None = None
         self._closed = False
         self._ticked_at = time.monotonic()
@@ -211,7 +211,7 @@ class SocketTransport:
 
     def _connect(self, to: Card, deadline: float | None) -> OutgoingConnections:
         with self._lock:
-            making = self._making.setdefault(to.id, threading.Lock())
+            making = self._making.setdefault(to.id, CheckedLock())
         with self._executor.waiting(), _held(making, deadline):
             link = self._out.get(to.id)
             if link is not None:
@@ -337,7 +337,7 @@ class SocketTransport:
 
 
 @contextmanager
-def _held(lock: threading.Lock, deadline: float | None) -> Iterator[None]:
+def _held(lock: CheckedLock, deadline: float | None) -> Iterator[None]:
     """With the lock, if it can be had in time.
 
     Raises:

@@ -1,0 +1,187 @@
+"""Calls in signal handlers and finalizers: they work or raise at once, wherever they come."""
+
+import gc
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+import gradwire as gw
+from gradwire.locks import CheckedLock
+from gradwire.worker import Worker
+from tests.worlds import SOON, socket_world
+
+SECONDS = 0.5  # for which calls are interrupted
+INTERVAL = 0.0007
+
+
+def pause_and_add(x: torch.Tensor) -> torch.Tensor:
+    time.sleep(0.002)
+    return x + 1
+
+
+def call_sync(worker: Worker, function: Any) -> Any:
+    return worker.rpc_sync("worker1", function, (torch.ones(2),), timeout=SOON)
+
+
+def call_async(worker: Worker, function: Any) -> Any:
+    return worker.rpc_async("worker1", function, (torch.ones(2),), timeout=SOON).wait()
+
+
+def make_and_fetch(worker: Worker, function: Any) -> Any:
+    return worker.remote("worker1", function, (torch.ones(2),), timeout=SOON).to_here()
+
+
+def call_here(worker: Worker, function: Any) -> Any:
+    return worker.rpc_sync("worker0", function, (torch.ones(2),), timeout=SOON)
+
+
+WAYS = [call_sync, call_async, make_and_fetch, call_here]
+Way = Callable[[Worker, Any], Any]
+
+
+class Interruption:
+    """A call in the middle of others, but not of itself."""
+
+    def __init__(self, worker: Worker, way: Way) -> None:
+        self.results: list[Any] = []
+        self.errors: list[gw.GradwireError] = []
+        self.longest_refusal = 0.0
+        self._worker = worker
+        self._way = way
+        self._inside: set[int] = set()
+
+    def __call__(self, *_: object) -> None:
+        me = threading.get_ident()
+        if me in self._inside:
+            return
+        self._inside.add(me)
+        began = time.monotonic()
+        try:
+            self.results.append(self._way(self._worker, torch.neg))
+        except gw.GradwireError as error:
+            self.errors.append(error)
+            took = time.monotonic() - began
+            self.longest_refusal = max(self.longest_refusal, took)
+        finally:
+            self._inside.discard(me)
+
+    def check(self) -> None:
+        assert self.results
+        assert all("a signal handler or a finalizer" in str(e) for e in self.errors)
+        assert self.longest_refusal < SOON / 2, "at once"
+        assert all(torch.equal(result, -torch.ones(2)) for result in self.results)
+
+
+@contextmanager
+def ticking(handler: Callable[..., None]) -> Iterator[None]:
+    """A signal every now and then, wherever the main thread is."""
+    before = signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, INTERVAL, INTERVAL)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@contextmanager
+def collecting() -> Iterator[None]:
+    """Garbage is collected every few objects, so in the middle of anything."""
+    before = gc.get_threshold()
+    gc.set_threshold(10, 1, 1)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    with socket_world(2) as world:
+        yield world
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("interrupting", WAYS)
+def test_a_signal_handler_may_call(
+    workers: list[Worker], way: Way, interrupting: Way
+) -> None:
+    interruption = Interruption(workers[0], interrupting)
+    end = time.monotonic() + SECONDS
+    with ticking(interruption):
+        while time.monotonic() < end or not interruption.results:
+            assert torch.equal(way(workers[0], pause_and_add), 2 * torch.ones(2))
+            assert torch.equal(way(workers[0], torch.neg), -torch.ones(2))
+    interruption.check()
+
+
+class Calling:
+    """Garbage whose end makes a call."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        self._call = call
+        self._me = self
+
+    def __del__(self) -> None:
+        self._call()
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("interrupting", WAYS)
+def test_a_finalizer_may_call(
+    workers: list[Worker], way: Way, interrupting: Way
+) -> None:
+    interruption = Interruption(workers[0], interrupting)
+    end = time.monotonic() + SECONDS / 2
+    with collecting():
+        while time.monotonic() < end or not interruption.results:
+            Calling(interruption)
+            assert torch.equal(way(workers[0], torch.neg), -torch.ones(2))
+    interruption.check()
+
+
+def test_where_it_would_wait_for_its_own_thread_a_call_raises(
+    workers: list[Worker],
+) -> None:
+    worker = workers[0]
+    call_async(worker, torch.neg)
+    shared = worker._transport._out[1].shared  # type: ignore[attr-defined]
+    for lock in (shared._lock, shared.queue.lock, worker._agent.caller._lock):
+        with lock, pytest.raises(gw.GradwireError, match="signal handler"):
+            call_async(worker, torch.neg)
+    assert torch.equal(call_async(worker, torch.neg), -torch.ones(2))
+
+
+@pytest.mark.parametrize("way", [call_sync, call_async, call_here])
+def test_where_others_wait_for_its_own_thread_a_call_raises(
+    workers: list[Worker], way: Way
+) -> None:
+    callee = workers[0] if way is call_here else workers[1]
+    lock = callee._agent._peers[0]._lock  # of which requests have come
+    way(workers[0], torch.neg)
+    with lock, pytest.raises(gw.GradwireError, match="signal handler"):
+        way(workers[0], torch.neg)
+    assert torch.equal(way(workers[0], torch.neg), -torch.ones(2))
+
+
+def test_a_checked_lock_is_a_lock() -> None:
+    lock = CheckedLock()
+    with lock:
+        with pytest.raises(gw.GradwireError), lock:
+            pass
+        for arguments in ((), (False,), (True, 0.1)):
+            with pytest.raises(gw.GradwireError):
+                lock.acquire(*arguments)
+        taken: list[bool] = []
+        other = threading.Thread(target=lambda: taken.append(lock.acquire(False)))
+        other.start()
+        other.join()
+        assert taken == [False]
+    assert lock.acquire(timeout=0.1)
+    lock.release()
