@@ -133,9 +133,9 @@ class LoopbackTransport:
 
     def put(self, message: _Message) -> None:
         """Have a message delivered."""
-        with self._network.lock:
+        with self._network.lock:  # both or none, also for signal handlers
             self._pending.append(message)
-        self._executor.submit(self._deliver)
+            self._executor.submit(self._deliver)
 
     def hear_leaving(self, worker: int) -> None:
         if self._receiver is None:
