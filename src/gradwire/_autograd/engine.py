@@ -165,8 +165,3 @@ def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
                 outputs.append(GradientEdge(*edge))
                 gradients.append(gradient)
     return outputs, gradients
-
-
-def is_inside() -> bool:
-    """Whether this thread is inside a call of the engine that was made here."""
-    return bool(here.runs)
