@@ -124,10 +124,10 @@ def test_what_some_slots_of_sources_reach() -> None:
     graph.send(1, shared, arrived * other)
     graph.send(2, shared * 3)
     plan = graph.plan()
-    part = plan.reach({1: (0,), 2: (0,)}, [])
+    _, part = plan.reach({1: (0,), 2: (0,)}, list)
     assert {id(node.variable) for node in part.leaves} == ids(leaf)
     assert not part.recvs
-    whole = plan.reach({1: (0, 1), 2: (0,)}, [])
+    _, whole = plan.reach({1: (0, 1), 2: (0,)}, list)
     assert {id(node.variable) for node in whole.leaves} == ids(leaf, other)
     assert [node.crossing.id for node in whole.recvs] == [11]
 

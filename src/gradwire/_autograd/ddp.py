@@ -53,7 +53,7 @@ _replicas: WeakKeyDictionary[DistributedDataParallel, Replica] = WeakKeyDictiona
 
 def known() -> list[Replica]:
     """All replicated modules."""
-    if not _is_group():
+    if not _replicas or not _is_group():
         return []
     with _lock:
         return list(_replicas.values())

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,6 +14,7 @@ from torch import Tensor
 from .._rpc.futures import CallFuture
 from ..errors import WorkerLostError
 from ..threads import Bell, Executor
+from . import engine
 from .contexts import Context, Contexts, Numbers, owner, unknown
 from .failures import describe
 from .messages import Abort, Failed, Header, pack_failed
@@ -22,6 +22,8 @@ from .nodes import Crossing, Gradients
 from .pass_state import PassState
 from .segment_runner import SegmentRunner, Start
 from .segments import Plan
+
+_NOWHERE = Start()
 
 
 class Host(Protocol):
@@ -68,15 +70,16 @@ class Part:
         start: Start | None = None,
     ) -> None:
         """With the lock of the context. `start`: where the pass begins, on the leader."""
-        start = start or Start()
         self.host = host
         self.context = context
         self.header = header
         self.failed: Failed | None = None
         self.error: BaseException | None = None
         """What failed, if it failed here."""
-        enter = partial(host.contexts.entered, context)
-        self.runner = SegmentRunner(context, plan, start, header.flags, enter)
+        self.is_profiled = engine.is_profiled()
+        self.runner = SegmentRunner(
+            host.contexts, context, plan, start or _NOWHERE, header.flags
+        )
         self.state = PassState(plan)
         self.lock = threading.Lock()
         self.gradients: dict[int, Sequence[Tensor | None]] = {}

@@ -29,7 +29,7 @@ import torch
 from .._rpc.function_runner import Later
 from .._rpc.futures import CallFuture
 from ..errors import CallTimeout
-from . import deliveries, engine
+from . import deliveries
 from .messages import Answer, Failed, Header, Load, pack, pack_failed, request, unpack
 from .nodes import Crossing, Gradients
 from .parts import Ended, Part
@@ -43,23 +43,14 @@ Leaving = dict[int, Load]
 """What is to be sent, by worker."""
 
 
-class Exchange:
-    """A call of the engine in a round, as its nodes see it."""
-
-    def __init__(self, current: Round) -> None:
-        self.collect = current.part.collect
-        self.is_over = current.part.has_ended
-        self._round = current
-
-    def deliver(self, recv: Crossing, gradients: Gradients) -> None:
-        """A recv was run by the engine, which has more to do: others may go on meanwhile."""
-        leaving: Leaving = {}
-        self._round.yielded(recv, gradients, leaving)
-        self._round.send_now(leaving)
-
-
 class Round:
-    """What follows from one request. May be served by several threads, one after the other."""
+    """What follows from one request. May be served by several threads, one after the other.
+
+    To the nodes of crossings it is the run under way (`nodes.Run`).
+    """
+
+    _inbox: SimpleQueue[Callable[[], None]]
+    """What the leader's thread has to do: in the later steps that may be inside the engine."""
 
     def __init__(self, part: Part, header: Header, asker: int | None = None) -> None:
         """`asker`: who waits for the answer; None: this is the worker that leads."""
@@ -67,6 +58,8 @@ class Round:
         self.asker = asker
         self.parked: dict[int, int] = {} if asker is not None else part.parked
         """By how much what is parked has changed, by worker."""
+        self.collect = part.collect
+        self.is_over = part.has_ended
         self._host = part.host
         self._header = header
         self._back = Load()  # what there is for the asker
@@ -75,9 +68,9 @@ class Round:
         self._asked: list[int] = []  # who owes an answer
         self._future: torch.futures.Future[Any] | None = None  # of ours
         self._coming: dict[CallFuture, None] = {}  # answers, on the leader
-        # What the leader's thread has to do: in the later steps that may be inside the engine.
-        self._inbox: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._is_served_here = asker is None and header.step == Step.RUN
+        if asker is None:
+            self._inbox = SimpleQueue()
         part.rounds.append(self)
 
     # From the request to the answer
@@ -251,15 +244,15 @@ class Round:
             elif may_wait and len(leaving) == 1 and self._may_ask():
                 runs += self._ask(leaving)
             else:
-                self.send_now(leaving)
+                self._send_now(leaving)
                 return
 
     def _run_next(self, runs: list[Run], leaving: Leaving) -> None:
         """Run the first of these that need not wait."""
-        run = runs.pop([run.waits for run in runs].index(False))
-        if not runs:
-            self._run(run, leaving)
+        if len(runs) == 1:
+            self._run(runs.pop(), leaving)
             return
+        run = runs.pop([run.waits for run in runs].index(False))
         begun = time.perf_counter()
         self._run(run, leaving)
         if time.perf_counter() - begun > _LONG:
@@ -269,7 +262,7 @@ class Round:
         self, runs: list[Run], leaving: Leaving, *, may_wait: bool
     ) -> list[Run]:
         """Run what waits: one in this thread. What is left to run: nothing."""
-        self.send_now(leaving)
+        self._send_now(leaving)
         mine = next((run for run in runs if ROOTS in run.sources), runs[0])
         for run in runs:
             if run is not mine or not may_wait:
@@ -289,12 +282,18 @@ class Round:
     def _run(self, run: Run, leaving: Leaving) -> None:
         """Run a segment; what it yields."""
         part, sources = self.part, run.sources
-        given = None if run.waits or engine.is_profiled() else part.gradients
-        for recv, gradients in part.runner.run(sources, given, Exchange(self)):
-            self.yielded(recv, gradients, leaving)
+        given = None if run.waits or part.is_profiled else part.gradients
+        for recv, gradients in part.runner.run(sources, given, self):
+            self._yielded(recv, gradients, leaving)
         part.check()
 
-    def yielded(self, recv: Crossing, gradients: Gradients, leaving: Leaving) -> None:
+    def deliver(self, recv: Crossing, gradients: Gradients) -> None:
+        """A recv was run by the engine, which has more to do: others may go on meanwhile."""
+        leaving: Leaving = {}
+        self._yielded(recv, gradients, leaving)
+        self._send_now(leaving)
+
+    def _yielded(self, recv: Crossing, gradients: Gradients, leaving: Leaving) -> None:
         """See to gradients that a recv got."""
         part = self.part
         part.check()
@@ -307,7 +306,7 @@ class Round:
             actions = part.state.empty(recv.id)
         self._act(actions, leaving)
 
-    def send_now(self, leaving: Leaving) -> None:
+    def _send_now(self, leaving: Leaving) -> None:
         """Send all of this on; that for here is taken, and what follows is for others to do."""
         while self._host.me in leaving:
             for run in self._take_own(leaving):
@@ -435,7 +434,8 @@ def lead(part: Part) -> None:
     leaving: Leaving = {}
     try:
         for step in Step:
-            current = Round(part, Header(*part.header[:4], step))
+            header = Header(*part.header[:4], step) if step else part.header
+            current = Round(part, header)
             with part.lock:
                 actions = _first(state, step)
             current.lead(actions, leaving)

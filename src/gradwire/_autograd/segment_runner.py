@@ -6,8 +6,8 @@ Knows nothing of messages or of the order in which segments are run.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge
 
 from . import anomaly, ddp, engine, hooks
-from .contexts import Context, add
+from .contexts import Context, Contexts, add
 from .ddp import accumulating, replicated
 from .engine import Job
 from .gradients import Leaf, keep, keep_accumulated, kept_so_far, look_at
@@ -44,29 +44,20 @@ class SegmentRunner:
     """For one pass on one worker."""
 
     def __init__(
-        self,
-        context: Context,
-        plan: Plan,
-        start: Start,
-        flags: int,
-        enter: Callable[[], AbstractContextManager[None]],
+        self, contexts: Contexts, context: Context, plan: Plan, start: Start, flags: int
     ) -> None:
-        """`enter`: the context.
-
-        Calls that a backward makes belong to it, if they are to be differentiated again.
-        """
         self.wanted: list[Tensor | None] = [None] * len(start.wanted)
+        self._contexts = contexts
         self._context = context
         self._plan = plan
         self._start = start
         self._roots = [*zip(start.roots, start.gradients, strict=True)]
         self._flags = flags
-        self._enter = enter
         self._lock = threading.Lock()
 
     def reach(self, sources: Mapping[int, Indexes]) -> Reach:
         """What these slots of the sources of one segment reach."""
-        return self._plan.reach(sources, self._start.edges())
+        return self._plan.reach(sources, self._start.edges)[1]
 
     def run(
         self, sources: Mapping[int, Indexes], given: Given | None, run: Run
@@ -83,10 +74,13 @@ class SegmentRunner:
         flags = self._flags
         if not flags & (ANOMALY | CREATE):
             return self._run(sources, given, run)
-        with self._enter() if flags & CREATE else nullcontext():
+        # Calls that a backward makes belong to the context if they are to be differentiated again.
+        context = self._context
+        with self._contexts.entered(context) if flags & CREATE else nullcontext():
             if not flags & ANOMALY:
                 return self._run(sources, given, run)
-            nodes = [send.node for send in self._plan.sends(sources)]
+            sends, _ = self._plan.reach(sources, self._start.edges)
+            nodes = [send.node for send in sends]
             if ROOTS in sources:
                 nodes += [root.grad_fn for root in self._start.roots]
             with anomaly.explained(nodes, run, flags):
@@ -96,8 +90,7 @@ class SegmentRunner:
         self, sources: Mapping[int, Indexes], given: Given | None, run: Run
     ) -> Sequence[tuple[Crossing, Gradients]]:
         flags = self._flags
-        sends = self._plan.sends(sources)
-        reach = self.reach(sources)
+        sends, reach = self._plan.reach(sources, self._start.edges)
         recvs = [*reach.recvs]
         leaves = () if flags & QUIET else [*reach.leaves]
         replicas = replicated(leaves) if leaves else ()

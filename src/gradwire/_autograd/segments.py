@@ -19,7 +19,7 @@ the way.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -276,12 +276,13 @@ class Plan:
 
     def sources(self, source: int) -> Sequence[int]:
         """See `pass_state.Plan`."""
-        segment = self.segment(source)
+        segment = self._own.get(source) or self._of_send.get(source)
         if segment is None:
             return ()
         sends = segment.sends
-        if len(sends) == 1 and not segment.has_roots:
-            return (source,) if sends[0].place <= self._count else ()
+        if len(sends) + segment.has_roots == 1:  # as mostly
+            is_later = bool(sends) and sends[0].place > self._count
+            return () if is_later else (source,)
         known, found = self._known.get(segment, (None, []))
         if known is not sends:
             found = [s.crossing.id for s in sends if s.place <= self._count]
@@ -292,34 +293,25 @@ class Plan:
             self._known[segment] = sends, found
         return found if source in found else ()
 
-    def reach(self, sources: Mapping[int, Indexes], roots: Sequence[Edge]) -> Reach:
-        """What these slots of the sources of one segment reach, and its roots if they are some.
+    def reach(
+        self, sources: Mapping[int, Indexes], roots: Callable[[], list[Edge]]
+    ) -> tuple[Sequence[Send], Reach]:
+        """The messages among the sources of one segment, and what these slots of them reach.
 
-        It may grow while it is looked at, as others record.
+        It may grow while it is looked at, as others record. `roots`: of the pass, if some are in.
         """
         (first, *_) = sources
         segment = self.segment(first)
         assert segment is not None
-        if segment.is_bare or not _is_whole(segment, sources):
-            return walk(self.edges(sources, roots), {})
-        return Reach(segment.nodes, segment.leaves, segment.recvs, _NONE)
-
-    def edges(
-        self, sources: Mapping[int, Indexes], roots: Sequence[Edge]
-    ) -> list[Edge]:
-        """Where these slots of sources stand in the graph."""
-        edges = [*roots] if ROOTS in sources else []
-        for send in self.sends(sources):
+        sends: Sequence[Send] = segment.sends
+        if _is_whole(segment, sources) and not segment.is_bare:
+            return sends, Reach(segment.nodes, segment.leaves, segment.recvs, _NONE)
+        sends = [send for send in sends if send.crossing.id in sources]
+        edges = roots() if ROOTS in sources else []
+        for send in sends:
             behind = send.edges
             edges += [behind[index] for index in sources[send.crossing.id]]
-        return edges
-
-    def sends(self, sources: Mapping[int, Indexes]) -> list[Send]:
-        """The messages among sources of one segment, by creation."""
-        (first, *_) = sources
-        segment = self.segment(first)
-        assert segment is not None
-        return [send for send in segment.sends if send.crossing.id in sources]
+        return sends, walk(edges, {})
 
 
 def _is_whole(segment: Segment, sources: Mapping[int, Indexes]) -> bool:
@@ -327,7 +319,9 @@ def _is_whole(segment: Segment, sources: Mapping[int, Indexes]) -> bool:
     sends = segment.sends
     if len(sources) != len(sends) + segment.has_roots:
         return False
-    return all(s.crossing.count == len(sources[s.crossing.id]) for s in sends)
+    return not sends or all(
+        send.crossing.count == len(sources[send.crossing.id]) for send in sends
+    )
 
 
 def lift(nodes: Iterable[Any], latest: int) -> None:
