@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from gradwire._autograd.messages import PassRequest, read_request
+from tests.rpc.functions import boom
 from tests.worlds import LIMIT, Autograds
 
 
@@ -97,3 +98,7 @@ class MessageCounts:
             return original(to, message, *others)
 
         return noting
+
+
+def boom_with(x: Tensor) -> None:
+    boom()

@@ -1,9 +1,21 @@
-"""All ways in which bytes travel between workers of this host."""
+"""All ways in which bytes travel between workers of this host; and workers to attack."""
 
+import io
+import logging
+import pickle
 import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import cloudpickle
 import pytest
+
+from gradwire.worker import Worker
+from tests.transport.strangers import KEY, Journal
+from tests.worlds import (
+    LIMIT,
+    socket_world,
+)
 
 MANNERS: dict[str, dict[str, Any]] = {
     "shared memory": {},
@@ -27,3 +39,48 @@ def has_ipv6() -> bool:
     except OSError:
         return False
     return True
+
+
+@pytest.fixture
+def unpickled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """What was unpickled, by whatever way; nothing, if all is well."""
+    seen: list[str] = []
+
+    def recorder(name: str) -> Callable[..., Any]:
+        def record(*args: Any, **kwargs: Any) -> Any:
+            seen.append(name)
+            raise AssertionError(f"{name} was called")
+
+        return record
+
+    class Unpickler(pickle.Unpickler):
+        def __init__(self, file: io.BytesIO, *args: Any, **kwargs: Any) -> None:
+            seen.append("Unpickler")
+            super().__init__(file, *args, **kwargs)
+
+    for module in (pickle, cloudpickle):
+        monkeypatch.setattr(module, "loads", recorder(f"{module.__name__}.loads"))
+        monkeypatch.setattr(module, "load", recorder(f"{module.__name__}.load"))
+    monkeypatch.setattr(pickle, "Unpickler", Unpickler)
+    monkeypatch.setattr("gradwire._wire.pickling._Unpickler", Unpickler)
+    return seen
+
+
+@pytest.fixture
+def journal(caplog: pytest.LogCaptureFixture) -> Iterator[Journal]:
+    with caplog.at_level(logging.WARNING, "gradwire"):
+        yield Journal(caplog)
+
+
+@pytest.fixture
+def workers() -> Iterator[list[Worker]]:
+    with socket_world(2, key=KEY) as opened:
+        yield opened
+
+
+@pytest.fixture
+def target(workers: list[Worker]) -> Iterator[Worker]:
+    """A worker to attack; afterwards it still serves the other one."""
+    yield workers[0]
+    assert workers[1].rpc_sync("worker0", max, (1, 2), timeout=LIMIT) == 2
+    assert workers[1].rpc_async("worker0", max, (1, 2), timeout=LIMIT).wait() == 2
