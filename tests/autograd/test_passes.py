@@ -13,6 +13,7 @@ from torch import Tensor
 from gradwire._autograd import deliveries, messages, pass_driver
 from gradwire._autograd.failures import describe
 from gradwire._autograd.messages import Abort, Answer, Delivery, Failed, Header, Load
+from gradwire._autograd.parts import Part
 from gradwire._autograd.pass_state import Step
 from gradwire._autograd.recording import look_at_graph
 from gradwire.errors import GradwireError
@@ -333,7 +334,9 @@ def test_a_thread_that_stops_because_of_another_one_says_why(leader: int) -> Non
         def wait(_: Tensor) -> None:
             assert has_failed.wait(LIMIT)
             (there,) = world[1].contexts
-            wait_until(lambda: any(part.failed for part in there.parts.values()))
+            (part,) = there.parts.values()
+            assert isinstance(part, Part)
+            wait_until(lambda: part.failed is not None)
 
         busy = doubles(3) * 2
         busy.register_hook(wait)
