@@ -4,7 +4,9 @@ To be woken costs more than a small call itself, so whoever waits for a socket m
 again and again. But polling takes a core, and the GIL with each look. So it is done only where it
 is likely to succeed and to harm nobody:
 
-* where the last wait in the same place was shorter than polling may take;
+* where the last wait in the same place was shorter than polling may take; and one time in a few
+  where it was not, because waits are longer where nobody polls: two workers that have once gone
+  to sleep would go on with that;
 * by one thread of a worker at a time;
 * for less long where the workers of this host outnumber its cores: the one waited for may need the
   core. What a loop of small calls waits for still comes in time.
@@ -21,22 +23,28 @@ T = TypeVar("T")
 WAKE_UP = 50e-6
 """Seconds by which a wait is longer, about, if the thread sleeps."""
 _CROWDED = 60e-6  # seconds to poll at most where cores are scarce
+_PROBE = 8  # long waits until one is polled for anyway
 
 
 class BusyPoll:
     """How long a worker polls, and whether one of its threads does."""
 
-    __slots__ = ("_busy", "_seconds", "seconds")
+    __slots__ = ("_busy", "_long", "_seconds", "seconds")
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._seconds = seconds
         self._busy = False
+        self._long = 0  # waits that took long
 
     def found(self, look: Callable[[], T], last_wait: float) -> T | None:
         """What `look` finds within that time, where the last wait took so long; else None."""
-        if self._busy or last_wait >= self.seconds:
+        if self._busy or not self.seconds:
             return None
+        if last_wait >= self.seconds:
+            self._long += 1
+            if self._long % _PROBE:
+                return None
         try:
             self._busy = True  # two threads at once do no harm
             until = time.perf_counter() + self.seconds
