@@ -7,14 +7,14 @@ import pytest
 import torch
 
 from gradwire import WorkerLostError
-from gradwire._rpc.calls import Pending
+from gradwire._rpc.calls import Pending, Seen
 from gradwire._rpc.deferred_requests import Held, HeldBack
 from gradwire._rpc.members import Peer
 from gradwire._transport.base import Card
 from gradwire._wire.frames import Parcel
 from gradwire.threads import Bell, Executor
 from gradwire.worker import Worker
-from tests.worlds import close_world, open_world, wait_until
+from tests.worlds import close_world, open_world, socket_world, wait_until
 
 LIMIT = 5.0
 CONVINCED = 3
@@ -164,3 +164,12 @@ def test_a_call_that_is_held_back_fails_with_its_worker(workers: Workers) -> Non
     assert gone.wait(LIMIT)
     with pytest.raises(WorkerLostError, match="worker1"):
         rref.to_here()
+
+
+def test_a_request_that_goes_as_another_one_keeps_its_number() -> None:
+    """The other side remembers every number that never comes."""
+    with socket_world(2) as workers:
+        for count in range(20):
+            assert workers[0].remote("worker1", abs, (-count,)).to_here() == count
+        seen = workers[1]._agent._peers[0]._seen
+        wait_until(lambda: seen == Seen(seen._below, most=seen.most))

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
 from gradwire import Options, WorkerInfo, WorkerLostError
+from gradwire._rpc import calls
 from gradwire._rpc.calls import CallsInFlight, Pending, Seen
 from gradwire._rpc.collectives import Gatherings
 from gradwire._rpc.members import Members
@@ -128,6 +129,26 @@ def test_seen_with_a_bound_takes_the_oldest_gaps_for_come() -> None:
     assert seen.is_new(3)
     assert seen.is_new(6)
     assert seen == Seen(8, most=3)
+
+
+def test_seen_does_not_look_for_the_oldest_gap_at_each_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where every other number never comes."""
+    sorts = 0
+
+    def counting(numbers: set[int]) -> list[int]:
+        nonlocal sorts
+        sorts += 1
+        return sorted(numbers)
+
+    monkeypatch.setattr(calls, "sorted", counting, raising=False)
+    seen = Seen(most=1600)
+    for number in range(2, 40_000, 2):
+        assert seen.is_new(number)
+    assert 0 < sorts < 300
+    assert 39_999 not in seen
+    assert 2 in seen
 
 
 # Gatherings

@@ -167,7 +167,10 @@ class Caller:
         what, left = future.fate.what, future.deadline - time.monotonic()
         seconds = self._seconds(timeout) or _FOR_EVER
         try:
-            value = self._exchange(held.peer, held.parcel, what, min(seconds, left))
+            number = held.pending.call
+            value = self._exchange(
+                held.peer, held.parcel, what, min(seconds, left), number=number
+            )
         except CallTimeout as error:
             if left <= seconds:
                 future.set_exception(fresh_copy(error))
@@ -247,11 +250,12 @@ class Caller:
         what: Any,
         timeout: float | None,
         is_over: Callable[[], bool] | None = None,
+        number: int | None = None,
     ) -> Any:
         seconds = self._default_timeout if timeout is None else check_timeout(timeout)
         if self._held.requests:
             self._held.flush(peer.id)
-        number = peer.next_call()
+        number = peer.next_call() if number is None else number
         self._exchanges += 1
         self._exchanging[number] = peer.id
         frame = None

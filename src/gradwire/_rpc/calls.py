@@ -65,7 +65,9 @@ class CallsInFlight:
 class Seen:
     """Which request numbers have arrived. Only the gaps below the highest one are stored.
 
-    With `most`, no more than so many are kept above the lowest gap: older ones count as come.
+    With `most`, no more than so many are kept above the lowest gap: older ones count as come. Some
+    numbers never come, say of what could not be sent; so they go many at a time, or each that
+    comes would have to look for the oldest.
     """
 
     _below: int = 1
@@ -84,7 +86,10 @@ class Seen:
             self._above.add(call)
             if self.most is None or len(self._above) <= self.most:
                 return True
-            self._below = min(self._above) - 1  # what never came will not come any more
+            kept = sorted(self._above)
+            kept = kept[len(kept) // 16 :]
+            self._above = set(kept)
+            self._below = kept[0] - 1  # what never came will not come any more
         self._below += 1
         while self._below in self._above:
             self._above.remove(self._below)
