@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from gradwire._autograd import deliveries, messages, pass_driver
+from gradwire._autograd.contexts import Context
 from gradwire._autograd.failures import describe
 from gradwire._autograd.messages import Abort, Answer, Delivery, Failed, Header, Load
 from gradwire._autograd.parts import Part
@@ -384,6 +385,33 @@ def test_passes_leave_nothing_behind_but_the_last_one() -> None:
         (here,) = world[0].contexts
         assert not here.parts
         close(world[0].get_gradients(context)[x], 40 * torch.cos(2 * x.detach()))
+
+
+class Over:
+    """A pass that has ended here."""
+
+    is_under_way = False
+
+
+def test_passes_may_go_while_others_are_forgotten() -> None:
+    context = Context(1)
+    parts: dict[int, Any] = context.parts  # type: ignore[assignment]
+    parts |= {number: Over() for number in range(1, 2000)}
+
+    def another_ends(*_: object) -> None:
+        if parts:
+            parts.popitem()
+
+    before = gc.get_threshold()
+    # As what runs when things go, which takes its time.
+    gc.callbacks.append(another_ends)
+    gc.set_threshold(1)
+    try:
+        context.forget_passes(3000, 3000)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(another_ends)
+    assert not parts
 
 
 def test_passes_of_several_threads_keep_what_they_need() -> None:

@@ -163,9 +163,14 @@ class Context:
         leader = owner(number)
         if since > self._since.get(leader, 0):
             self._since[leader] = since
-            for each, part in list(self.parts.items()):
-                if each < since and owner(each) == leader and not part.is_under_way:
-                    del self.parts[each]
+            # Those begun here end meanwhile. A list of numbers is made in one step; one of pairs is
+            # not: the collector may come in between, and with it all that runs when things go.
+            for each in list(self.parts):
+                part = self.parts.get(each)
+                if part is None or part.is_under_way:
+                    continue
+                if each < since and owner(each) == leader:
+                    self.parts.pop(each, None)
 
 
 def add(before: Tensor, more: Tensor) -> Tensor:
