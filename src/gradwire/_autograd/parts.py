@@ -146,7 +146,8 @@ class Part:
             self.gradients.clear()
         for bell in bells.values():
             bell.ring()
-        asked = {worker for worker, count in self.parked.items() if count}
+        parked = self.parked.copy()  # in one step: answers still come
+        asked = {worker for worker, count in parked.items() if count}
         for each in list(self.rounds):
             asked |= each.let_go()
         context, number = self.header[:2]
