@@ -66,3 +66,10 @@ def test_a_worker_told_not_to_poll_does_not() -> None:
     poll = BusyPoll(0.0)
     poll.crowd(False)
     assert not poll.found(lambda: True, 0.0)
+
+
+def test_where_waits_are_long_one_in_eight_is_polled_for() -> None:
+    """They are long also because nobody polls."""
+    poll = BusyPoll(1.0)
+    found = [poll.found(lambda: True, 2.0) for _ in range(24)]
+    assert found == ([None] * 7 + [True]) * 3
