@@ -1,16 +1,19 @@
-"""All ways in which bytes travel between workers of this host; and workers to attack."""
+"""All ways in which bytes travel between workers of this host; workers to attack; stores."""
 
 import io
 import logging
 import pickle
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import pytest
+from torch.distributed import FileStore, HashStore, PrefixStore
 
 from gradwire.worker import Worker
+from tests.transport.stores import NewStore, new_tcp_store
 from tests.transport.strangers import KEY, Journal
 from tests.worlds import (
     LIMIT,
@@ -84,3 +87,15 @@ def target(workers: list[Worker]) -> Iterator[Worker]:
     yield workers[0]
     assert workers[1].rpc_sync("worker0", max, (1, 2), timeout=LIMIT) == 2
     assert workers[1].rpc_async("worker0", max, (1, 2), timeout=LIMIT).wait() == 2
+
+
+@pytest.fixture(params=["hash", "file", "tcp", "prefix"])
+def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> NewStore:
+    """Makes a store; one made here would outlive the look for what was left behind."""
+    makers: dict[str, NewStore] = {
+        "hash": HashStore,
+        "file": lambda: FileStore(str(tmp_path / "store")),
+        "tcp": new_tcp_store,
+        "prefix": lambda: PrefixStore("job", HashStore()),
+    }
+    return makers[request.param]

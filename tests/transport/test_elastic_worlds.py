@@ -2,17 +2,17 @@
 
 import gc
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 import gradwire as gw
 from gradwire._transport.stores import Place
 from gradwire.worker import Worker
+from tests.transport.stores import NewStore, new_tcp_store
 from tests.worlds import (
     close_world,
     join_world,
@@ -24,25 +24,6 @@ from tests.worlds import (
 
 SHORT = 0.3
 """Seconds to wait for workers that will not come."""
-
-
-def new_tcp_store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-NewStore = Callable[[], Store]
-
-
-@pytest.fixture(params=["hash", "file", "tcp", "prefix"])
-def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> NewStore:
-    """Makes a store; one made here would outlive the look for what was left behind."""
-    makers: dict[str, NewStore] = {
-        "hash": HashStore,
-        "file": lambda: FileStore(str(tmp_path / "store")),
-        "tcp": new_tcp_store,
-        "prefix": lambda: PrefixStore("job", HashStore()),
-    }
-    return makers[request.param]
 
 
 def elastic(store: Store) -> Place:

@@ -5,12 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from torch.distributed import FileStore, HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import HashStore, Store, TCPStore
 
 import gradwire as gw
 from gradwire._transport import wait_report
 from gradwire._transport.stores import Place, find_place
 from gradwire.worker import Worker
+from tests.transport.stores import NewStore, new_tcp_store
 from tests.worlds import (
     LIMIT,
     close_world,
@@ -31,25 +32,6 @@ def no_env(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     return monkeypatch
-
-
-def new_tcp_store() -> TCPStore:
-    return TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-
-
-NewStore = Callable[[], Store]
-
-
-@pytest.fixture(params=["hash", "file", "tcp", "prefix"])
-def new_store(request: pytest.FixtureRequest, tmp_path: Path) -> NewStore:
-    """Makes a store; one made here would outlive the look for what was left behind."""
-    makers: dict[str, NewStore] = {
-        "hash": HashStore,
-        "file": lambda: FileStore(str(tmp_path / "store")),
-        "tcp": new_tcp_store,
-        "prefix": lambda: PrefixStore("job", HashStore()),
-    }
-    return makers[request.param]
 
 
 def meet_at(url: str, size: int = 2) -> list[Worker]:
