@@ -281,11 +281,14 @@ def test_tasks_run_in_the_order_of_their_times_and_not_before(make: Make) -> Non
     def at(name: str, delay: float) -> None:
         executor.call_at(start + delay, lambda: ran.append((name, time.monotonic())))
 
-    at("last", 0.06)
-    at("middle", 0.03)
-    at("middle too", 0.03)
-    at("first", -1.0)
-    executor.call_at(start + 0.06, done.set)
+    def set_timers() -> None:  # by the monitor, which runs none before all are set
+        at("last", 0.06)
+        at("middle", 0.03)
+        at("middle too", 0.03)
+        at("first", -1.0)
+        executor.call_at(start + 0.06, done.set)
+
+    executor.look_at(start, set_timers)
     assert done.wait(SOON)
     assert [name for name, _ in ran] == ["first", "middle", "middle too", "last"]
     for (_, when), delay in zip(ran, (-1.0, 0.03, 0.03, 0.06), strict=True):
@@ -301,6 +304,19 @@ def test_an_earlier_time_wakes_who_sleeps_until_a_later_one(
     assert asleep.wait(SOON)
     executor.call_at(time.monotonic(), done.set)
     assert done.wait(SOON)
+
+
+def test_what_is_quick_is_done_by_the_monitor_alone(make: Make) -> None:
+    executor, done = make(), threading.Event()
+    names: list[str] = []
+
+    def look() -> None:
+        names.append(threading.current_thread().name)
+        done.set()
+
+    executor.look_at(0.0, look)
+    assert done.wait(SOON)
+    assert ["-monitor-" in name for name in names] == [True]
 
 
 # Ending

@@ -7,37 +7,49 @@ import pytest
 import torch
 
 from gradwire import WorkerLostError
+from gradwire._rpc import deferred_requests
 from gradwire._rpc.calls import Pending, Seen
 from gradwire._rpc.deferred_requests import Held, HeldBack
 from gradwire._rpc.members import Peer
 from gradwire._transport.base import Card
 from gradwire._wire.frames import Parcel
-from gradwire.threads import Bell, Executor
+from gradwire.threads import Bell
 from gradwire.worker import Worker
+from tests.manual_time import ManualExecutor
 from tests.worlds import close_world, open_world, socket_world, wait_until
 
-LIMIT = 5.0
+LIMIT = 60.0
 CONVINCED = 3
+MOMENT = deferred_requests._HOLD
 
 
-class Box:
-    """What was sent, and a bell for it."""
+class Outbox:
+    """A `HeldBack` whose clock is moved by hand, and what it has sent."""
 
     def __init__(self) -> None:
         self.sent: list[int] = []
-        self.bell = Bell()
+        self.executor = ManualExecutor()
+        executor: Any = self.executor
+        self.held = HeldBack(executor, self._send, clock=self.executor.clock)
 
-    def __call__(self, held: Held) -> None:
+    def _send(self, held: Held) -> None:
         self.sent.append(held.pending.call)
-        self.bell.ring()
 
 
 @pytest.fixture
-def executor() -> Iterator[Executor]:
-    executor = Executor("held", 2)
-    yield executor
-    executor.close()
-    assert executor.join(LIMIT)
+def outbox() -> Outbox:
+    return Outbox()
+
+
+@pytest.fixture
+def convinced() -> Outbox:
+    """One that has had requests taken back until holding them pays."""
+    outbox = Outbox()
+    for call in range(100, 100 + CONVINCED):
+        outbox.held.hold(request(call))
+        assert outbox.held.take(1, call) is None
+    outbox.sent.clear()
+    return outbox
 
 
 def request(call: int, to: int = 1) -> Held:
@@ -45,84 +57,68 @@ def request(call: int, to: int = 1) -> Held:
     return Held(peer, Parcel(1, 1, b""), Pending(call, to, 0, 0, None))
 
 
-def convince(held: HeldBack) -> None:
-    """Take requests back until holding them pays."""
-    for call in range(100, 100 + CONVINCED):
-        held.hold(request(call))
-        assert held.take(1, call) is None
-
-
 def test_requests_go_out_at_once_until_they_would_have_been_taken_back(
-    executor: Executor,
+    outbox: Outbox,
 ) -> None:
-    box = Box()
-    held = HeldBack(executor, box)
-    held.hold(request(1))
-    held.hold(request(2))
-    assert box.sent == [1, 2]
-    assert not held.requests
+    outbox.held.hold(request(1))
+    outbox.held.hold(request(2))
+    assert outbox.sent == [1, 2]
+    assert not outbox.held.requests
 
 
-def test_a_request_that_is_held_back_can_be_taken_once(executor: Executor) -> None:
-    box = Box()
-    held = HeldBack(executor, box)
-    convince(held)
-    box.sent.clear()
-    first = request(1)
+def test_a_request_that_is_held_back_can_be_taken_once(convinced: Outbox) -> None:
+    held, first = convinced.held, request(1)
     held.hold(first)
-    assert not box.sent
+    assert not convinced.sent
     assert held.take(1, 2) is None
     assert held.take(1, 1) is first
     assert held.take(1, 1) is None
-    assert not box.sent
+    convinced.executor.advance(3600)
+    assert not convinced.sent
 
 
 def test_the_next_request_sends_the_one_before_and_ends_the_holding(
-    executor: Executor,
+    convinced: Outbox,
 ) -> None:
-    box = Box()
-    held = HeldBack(executor, box)
-    convince(held)
-    box.sent.clear()
+    for call in (1, 2, 3):
+        convinced.held.hold(request(call))
+    assert convinced.sent == [1, 2, 3]
+
+
+@pytest.mark.parametrize("later", [0.0, 0.1, 0.9])
+def test_what_nobody_takes_goes_out_by_itself(convinced: Outbox, later: float) -> None:
+    held, executor = convinced.held, convinced.executor
     held.hold(request(1))
+    assert held.take(1, 1) is not None
+    executor.advance(MOMENT * later)  # the timer of the first is under way
     held.hold(request(2))
-    held.hold(request(3))
-    assert box.sent == [1, 2, 3]
+    executor.advance(MOMENT * 0.9)
+    assert not convinced.sent
+    executor.advance(MOMENT * 1.1)
+    assert convinced.sent == [2]
+    held.hold(request(3))  # it did not pay
+    assert convinced.sent == [2, 3]
 
 
-def test_what_nobody_takes_goes_out_by_itself(executor: Executor) -> None:
-    box = Box()
-    held = HeldBack(executor, box)
-    convince(held)
-    box.sent.clear()
-    box.bell.wait(0)
-    held.hold(request(1))
-    assert box.bell.wait(LIMIT)
-    assert box.sent == [1]
-    held.hold(request(2))  # it did not pay
-    assert box.sent == [1, 2]
+def test_without_requests_no_timer_runs(convinced: Outbox) -> None:
+    convinced.held.hold(request(1))
+    assert not convinced.executor.is_idle
+    assert convinced.held.take(1, 1) is not None
+    convinced.executor.advance(3 * MOMENT)
+    assert convinced.executor.is_idle
 
 
-def test_each_worker_has_a_place_of_its_own(executor: Executor) -> None:
-    box = Box()
-    held = HeldBack(executor, box)
-    convince(held)
-    box.sent.clear()
+def test_each_worker_has_a_place_of_its_own(convinced: Outbox) -> None:
+    held = convinced.held
     held.hold(request(1, to=1))
     assert held.take(1, 1) is not None
     held.hold(request(2, to=2))
     held.flush(1)
-    assert not box.sent
+    assert not convinced.sent
     held.flush(2)
-    assert box.sent == [2]
+    assert convinced.sent == [2]
     assert held.drop(2) is None
     assert held.drop_all() == []
-
-
-def test_what_is_quick_is_done_by_the_clock_alone(executor: Executor) -> None:
-    bell = Bell()
-    executor.look_at(0.0, bell.ring)
-    assert bell.wait(LIMIT)
 
 
 # Through `remote` and `to_here`
@@ -152,6 +148,15 @@ def test_values_are_right_whether_or_not_they_travel_with_their_call(
     assert [rref.to_here().tolist() for rref in apart] == [
         [n + 1] * 2 for n in range(5)
     ]
+
+
+def test_a_call_whose_value_nobody_asks_for_is_run_all_the_same(
+    workers: Workers,
+) -> None:
+    for number in range(5):
+        add(workers[0], number).to_here()
+    rref = add(workers[0], 1)
+    wait_until(rref.confirmed_by_owner)
 
 
 def test_a_call_that_is_held_back_fails_with_its_worker(workers: Workers) -> None:

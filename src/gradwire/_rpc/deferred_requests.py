@@ -32,9 +32,16 @@ class Held(NamedTuple):
 class HeldBack:
     """The deferred requests of one worker."""
 
-    def __init__(self, executor: Executor, send: Callable[[Held], None]) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        send: Callable[[Held], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._executor = executor
         self._send = send
+        self._clock = clock  # by which the executor's timers go
         self._lock = CheckedLock()
         self.requests: dict[int, Held] = {}  # by the worker they go to
         self._since: dict[int, float] = {}  # by worker
@@ -52,7 +59,7 @@ class HeldBack:
             pays = self._streak >= _CONVINCING
             if pays:
                 self.requests[held.peer.id] = held
-                self._since[held.peer.id] = time.monotonic()
+                self._since[held.peer.id] = self._clock()
             watch = pays and not self._is_watched
             self._is_watched |= pays
         if before is not None:
@@ -60,7 +67,7 @@ class HeldBack:
         if not pays:
             self._send(held)
         if watch:
-            self._executor.look_at(time.monotonic() + _HOLD, self._look)
+            self._executor.look_at(self._clock() + _HOLD, self._look)
 
     def take(self, to: int, call: int) -> Held | None:
         """Take over a deferred request; None if it has been sent."""
@@ -96,7 +103,7 @@ class HeldBack:
 
     def _look(self) -> None:
         """A timer while requests are deferred: sends those that no one has taken."""
-        now = time.monotonic()
+        now = self._clock()
         with self._lock:
             self._is_watched = bool(self._since)
             late = any(now - self._since[to] >= _HOLD for to in self.requests)
