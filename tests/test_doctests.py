@@ -47,7 +47,7 @@ def test_the_modules_that_users_read_first_have_examples() -> None:
     first = {
         "gradwire",
         "gradwire.api",
-        "gradwire._rpc.async_execution",
+        "gradwire._rpc.function_runner",
         "gradwire.testing.world",
     }
     assert first - set(modules_with_examples()) == set()

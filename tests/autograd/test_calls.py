@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwire as gw
-from gradwire._rpc.async_execution import async_execution
+from gradwire._rpc.function_runner import async_execution
 from gradwire.api import current_worker
 from tests.autograd.functions import doubles
 from tests.autograd.weights import (

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import gradwire as gw
 from gradwire._autograd import recording
 from gradwire._autograd.contexts import Context
-from gradwire._rpc.async_execution import async_execution
+from gradwire._rpc.function_runner import async_execution
 from gradwire.api import current_worker, enter
 from gradwire.errors import CallTimeout, GradwireError, WorkerLostError
 from tests.autograd.functions import Gate, Raises, doubles

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import gradwire as gw
-from gradwire._rpc.async_execution import async_execution
+from gradwire._rpc.function_runner import async_execution
 from tests.worlds import LIMIT
 
 

@@ -8,9 +8,9 @@ import torch
 
 from gradwire import WorkerLostError
 from gradwire._rpc import deferred_requests
-from gradwire._rpc.calls import Pending, Seen
+from gradwire._rpc.calls import Pending
 from gradwire._rpc.deferred_requests import Held, HeldBack
-from gradwire._rpc.members import Peer
+from gradwire._rpc.members import Peer, Seen
 from gradwire._transport.base import Card
 from gradwire._wire.frames import Parcel
 from gradwire.threads import Bell

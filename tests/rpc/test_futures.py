@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire._rpc.async_execution import async_execution
+from gradwire._rpc.function_runner import async_execution
 from gradwire._rpc.futures import CallFuture, Fate
 from gradwire._transport.loopback import LoopbackTransport
 from gradwire.testing import World

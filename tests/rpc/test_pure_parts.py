@@ -9,11 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, rule
 
+import gradwire._rpc.members as who
 from gradwire import Options, WorkerInfo, WorkerLostError
-from gradwire._rpc import calls
-from gradwire._rpc.calls import CallsInFlight, Pending, Seen
+from gradwire._rpc.calls import CallsInFlight, Pending
 from gradwire._rpc.collectives import Gatherings
-from gradwire._rpc.members import Members
+from gradwire._rpc.members import Members, Seen
 from gradwire._transport.base import Card
 from gradwire.events import Event
 from gradwire.ids import check_name
@@ -142,7 +142,7 @@ def test_seen_does_not_look_for_the_oldest_gap_at_each_request(
         sorts += 1
         return sorted(numbers)
 
-    monkeypatch.setattr(calls, "sorted", counting, raising=False)
+    monkeypatch.setattr(who, "sorted", counting, raising=False)
     seen = Seen(most=1600)
     for number in range(2, 40_000, 2):
         assert seen.is_new(number)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gradwire as gw
-from gradwire._rpc.async_execution import async_execution
+from gradwire._rpc.function_runner import async_execution
 from gradwire.testing import World
 from tests.rpc.functions import Boom, held, holding
 from tests.rref.uses import Ways

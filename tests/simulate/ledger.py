@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
-from gradwire._rpc.calls import Seen
+from gradwire._rpc.members import Seen
 from gradwire._rref.messages import Adopt, Notes, Recall
 
 from .network import Faults, Network

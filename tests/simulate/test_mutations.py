@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from gradwire._autograd.pass_state import Action, Indexes, PassState, Run, Wake
-from gradwire._rpc.calls import Seen
+from gradwire._rpc.members import Seen
 from gradwire._rref.held_forks import Outbox
 from gradwire._rref.ledger import Holding, OwnerLedger, Transit, UserLedger
 from gradwire._rref.messages import fork_id

@@ -1,6 +1,6 @@
 """The driver of the calls layer: sends calls, runs those that come, completes futures.
 
-What it knows is in pure tables (`calls.py`, `gatherings.py`, `members.py`); this file moves
+What it knows is in pure tables (`calls.py`, `collectives.py`, `members.py`); this file moves
 messages between them, the transport and the executor. Its lock guards the table of calls and is
 never held while sending or running user code.
 """
@@ -214,7 +214,7 @@ class Agent:
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
         parcel.meanwhile = meanwhile
-        return self.caller.ask(peer, parcel, type(message), timeout, is_over)
+        return self.caller.exchange(peer, parcel, type(message), timeout, is_over)
 
     def handle(
         self,
@@ -273,7 +273,11 @@ class Agent:
         except BaseException as error:  # noqa: BLE001 user code
             parcel: Parcel | None = self._codec.failure(error, peer.manner)
         else:
-            parcel = self._response(peer, message, value, frame.context, respond)
+            if type(value) is Later:
+                self._respond_later(peer, message, value, frame.context, respond)
+                parcel = None
+            else:
+                parcel = self._result(peer, message, value, frame.context)
         message = value = None  # their memory is free before the response goes
         if parcel is not None and not self._closed:
             respond(parcel)  # if closed, that we have left is the answer
@@ -286,12 +290,10 @@ class Agent:
         if peer is not None:
             self.caller.complete(peer, frame)
 
-    def _response(
-        self, peer: Peer, message: Any, value: Any, context: Any, respond: Respond
-    ) -> Parcel | None:
-        """The response to a request; None if the thread that completes a future will send it."""
-        if type(value) is not Later:
-            return self._result(peer, message, value, context)
+    def _respond_later(
+        self, peer: Peer, message: Any, later: Later, context: Any, respond: Respond
+    ) -> None:
+        """Have the thread that completes a future send the response."""
 
         def finished(future: Any) -> None:
             try:
@@ -301,10 +303,9 @@ class Agent:
             if not self._closed:
                 respond(parcel)
 
-        value.future.add_done_callback(finished)
-        if value.begin is not None:
-            value.begin()
-        return None
+        later.future.add_done_callback(finished)
+        if later.begin is not None:
+            later.begin()
 
     def _result(self, peer: Peer, message: Any, value: Any, context: Any) -> Parcel:
         if type(value) is Failed:

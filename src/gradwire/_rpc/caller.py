@@ -98,7 +98,7 @@ class Caller:
         """Call and wait; `meanwhile` is called once the request has been sent."""
         parcel = self._codec.call(call, peer.manner)
         parcel.meanwhile = meanwhile
-        return self._exchange(peer, parcel, call.function, timeout)
+        return self.exchange(peer, parcel, call.function, timeout)
 
     def call_async(self, peer: Peer, call: Call, timeout: float | None) -> CallFuture:
         """Call; the future of the result."""
@@ -126,16 +126,43 @@ class Caller:
         future: CallFuture = held.pending.answer
         return future
 
-    def ask(
+    def exchange(
         self,
         peer: Peer,
         parcel: Parcel,
         what: Any,
         timeout: float | None,
         is_over: Callable[[], bool] | None = None,
+        number: int | None = None,
     ) -> Any:
         """Send a request and wait for its response."""
-        return self._exchange(peer, parcel, what, timeout, is_over)
+        seconds = self._default_timeout if timeout is None else check_timeout(timeout)
+        if self._held.requests:
+            self._held.flush(peer.id)
+        number = peer.next_call() if number is None else number
+        self._exchanges += 1
+        self._exchanging[number] = peer.id
+        frame = None
+        try:
+            try:
+                limit = None if seconds in _NO_LIMIT else time.monotonic() + seconds
+                frame = self._transport.exchange(
+                    peer.card, number, parcel, deadline=limit, is_over=is_over
+                )
+            except TimeoutError as error:
+                what, reason = describe(what), why_not_connected(error)
+                raise self.timeout_error(what, peer.name, seconds, reason) from None
+            except WorkerLostError as error:
+                if self._closed:  # it is we who have left
+                    raise ClosedError("this worker was shut down") from error
+                raise
+            value = self._open(peer, what, frame)
+            return after(frame, value) if frame.waits else value
+        finally:
+            del self._exchanging[number]  # atomic, as copying it: it needs no lock
+            if parcel.freight:
+                arrived = frame is not None and frame.kind == RESULT
+                account(parcel.freight, arrived=arrived)
 
     def post(
         self,
@@ -168,7 +195,7 @@ class Caller:
         seconds = self._seconds(timeout) or _FOR_EVER
         try:
             number = held.pending.call
-            value = self._exchange(
+            value = self.exchange(
                 held.peer, held.parcel, what, min(seconds, left), number=number
             )
         except CallTimeout as error:
@@ -242,43 +269,6 @@ class Caller:
             self._wait_for(pending.answer, None)
         while self._exchanging or self._opening:
             time.sleep(0.001)  # other threads of this process; each ends by itself
-
-    def _exchange(
-        self,
-        peer: Peer,
-        parcel: Parcel,
-        what: Any,
-        timeout: float | None,
-        is_over: Callable[[], bool] | None = None,
-        number: int | None = None,
-    ) -> Any:
-        seconds = self._default_timeout if timeout is None else check_timeout(timeout)
-        if self._held.requests:
-            self._held.flush(peer.id)
-        number = peer.next_call() if number is None else number
-        self._exchanges += 1
-        self._exchanging[number] = peer.id
-        frame = None
-        try:
-            try:
-                limit = None if seconds in _NO_LIMIT else time.monotonic() + seconds
-                frame = self._transport.exchange(
-                    peer.card, number, parcel, deadline=limit, is_over=is_over
-                )
-            except TimeoutError as error:
-                what, reason = describe(what), why_not_connected(error)
-                raise self.timeout_error(what, peer.name, seconds, reason) from None
-            except WorkerLostError as error:
-                if self._closed:  # it is we who have left
-                    raise ClosedError("this worker was shut down") from error
-                raise
-            value = self._open(peer, what, frame)
-            return after(frame, value) if frame.waits else value
-        finally:
-            del self._exchanging[number]  # atomic, as copying it: it needs no lock
-            if parcel.freight:
-                arrived = frame is not None and frame.kind == RESULT
-                account(parcel.freight, arrived=arrived)
 
     def _seconds(self, timeout: float | None) -> float:
         return self._default_timeout if timeout is None else check_timeout(timeout)

@@ -1,6 +1,6 @@
-"""Calls in flight, as known to the caller, and requests seen, as known to the callee.
+"""Calls in flight, as known to the caller.
 
-Pure: no I/O, no locks, no clock. `agent.py` carries out what follows and holds the lock.
+Pure: no I/O, no locks, no clock. `caller.py` carries out what follows and holds the lock.
 """
 
 from __future__ import annotations
@@ -59,39 +59,3 @@ class CallsInFlight:
         for pending in calls:
             del self._pending[pending.call]
         return calls
-
-
-@dataclass(slots=True)
-class Seen:
-    """Which request numbers have arrived. Only the gaps below the highest one are stored.
-
-    With `most`, no more than so many are kept above the lowest gap: older ones count as come. Some
-    numbers never come, say of what could not be sent; so they go many at a time, or each that
-    comes would have to look for the oldest.
-    """
-
-    _below: int = 1
-    """All numbers below this one have come."""
-    _above: set[int] = field(default_factory=set)
-    most: int | None = None
-
-    def __contains__(self, call: int) -> bool:
-        return call < self._below or call in self._above
-
-    def is_new(self, call: int) -> bool:
-        """Whether this number is new; records it."""
-        if call in self:
-            return False
-        if call != self._below:
-            self._above.add(call)
-            if self.most is None or len(self._above) <= self.most:
-                return True
-            kept = sorted(self._above)
-            kept = kept[len(kept) // 16 :]
-            self._above = set(kept)
-            self._below = kept[0] - 1  # what never came will not come any more
-        self._below += 1
-        while self._below in self._above:
-            self._above.remove(self._below)
-            self._below += 1
-        return True

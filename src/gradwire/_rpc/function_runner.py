@@ -5,7 +5,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -14,10 +14,33 @@ from .._wire.messages import Call
 from ..errors import NotAllowedError
 from . import torch_modes
 from .allow import AllowList
-from .async_execution import is_async_execution
 from .audit import NO_AUDIT
 from .futures import Loops
 from .serial import turns_of
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+_MARK = "_wrapped_async_rpc_function"  # torch's: functions that it has marked work too
+
+
+def async_execution(func: F) -> F:
+    """Mark a function that returns a future: the caller gets the future's value.
+
+    The thread that ran the function is free meanwhile. `async def` functions need no mark.
+
+    >>> @async_execution
+    ... def add_later(x, y):
+    ...     future = torch.futures.Future()
+    ...     threading.Timer(0.01, lambda: future.set_result(x + y)).start()
+    ...     return future
+    """
+    inner = func.__func__ if isinstance(func, (staticmethod, classmethod)) else func
+    setattr(inner, _MARK, inner)
+    return func
+
+
+def is_async_execution(func: object) -> bool:
+    return hasattr(func, _MARK)
 
 
 class Later:
@@ -137,7 +160,7 @@ class Runner:
                 value if call.modes is None else torch_modes.carried(value, call.modes)
             )
             return Later(self._loops.run(steps))
-        if is_async_execution(function):
+        if hasattr(function, _MARK):
             if not isinstance(value, torch.Future):  # what `then` returns is no more
                 raise TypeError(
                     f"{describe(function)} is marked async_execution and must return a "

@@ -1,11 +1,12 @@
-"""Who is in the world, as far as this worker knows.
+"""Who is in the world, as far as this worker knows, and which requests have come from whom.
 
-Pure but for its lock. Ids are never used twice; a name can be used again once its worker is gone.
+Pure but for its locks. Ids are never used twice; a name can be used again once its worker is gone.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass, field
 
 from .._transport.base import Card
 from .._wire.codec import Manner
@@ -13,7 +14,6 @@ from .._wire.device_maps import between
 from ..errors import WorkerLostError
 from ..ids import WorkerInfo
 from ..locks import CheckedLock
-from .calls import Seen
 
 
 class Members:
@@ -91,6 +91,42 @@ class Members:
 
 _NUMBER_BITS = 40
 _MOST_GAPS = 1 << 16  # requests that may overtake one of the same caller
+
+
+@dataclass(slots=True)
+class Seen:
+    """Which request numbers have arrived. Only the gaps below the highest one are stored.
+
+    With `most`, no more than so many are kept above the lowest gap: older ones count as come. Some
+    numbers never come, say of what could not be sent; so they go many at a time, or each that
+    comes would have to look for the oldest.
+    """
+
+    _below: int = 1
+    """All numbers below this one have come."""
+    _above: set[int] = field(default_factory=set)
+    most: int | None = None
+
+    def __contains__(self, call: int) -> bool:
+        return call < self._below or call in self._above
+
+    def is_new(self, call: int) -> bool:
+        """Whether this number is new; records it."""
+        if call < self._below or call in self._above:
+            return False
+        if call != self._below:
+            self._above.add(call)
+            if self.most is None or len(self._above) <= self.most:
+                return True
+            kept = sorted(self._above)
+            kept = kept[len(kept) // 16 :]
+            self._above = set(kept)
+            self._below = kept[0] - 1  # what never came will not come any more
+        self._below += 1
+        while self._below in self._above:
+            self._above.remove(self._below)
+            self._below += 1
+        return True
 
 
 class Peer:

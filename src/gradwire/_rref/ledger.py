@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from .._rpc.calls import Seen
+from .._rpc.members import Seen
 from .messages import fork_id, maker_of, number_of
 
 

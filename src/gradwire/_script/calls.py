@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .._rpc.async_execution import is_async_execution
+from .._rpc.function_runner import is_async_execution
 from . import compiler
 from .conversions import finisher, typer
 from .references import reference_to

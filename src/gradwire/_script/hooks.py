@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch.jit import _builtins, _recursive
 
-from .._rpc.async_execution import is_async_execution
+from .._rpc.function_runner import is_async_execution
 from . import calls, frontends, pickling, references, rewriting, types
 from .frontends import Frontend
 

@@ -1,5 +1,5 @@
 """Decorators for functions that other workers call: those of `torch.distributed.rpc.functions`."""
 
-from .._rpc.async_execution import async_execution
+from .._rpc.function_runner import async_execution
 
 __all__ = ["async_execution"]

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import profiler_legacy
 from torch.autograd.profiler_util import EventList, FunctionEvent
 
-from ..._rpc.async_execution import async_execution, is_async_execution
+from ..._rpc.function_runner import async_execution, is_async_execution
 from .. import state
 from .internal import RPCExecMode, _build_rpc_profiling_key
 from .scripts import profiled_name

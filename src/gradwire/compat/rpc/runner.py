@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from ..._rpc.async_execution import is_async_execution
-from ..._rpc.function_runner import Runner
+from ..._rpc.function_runner import Runner, is_async_execution
 from ..._wire.messages import Call
 from ...api import current_worker
 from .. import state
