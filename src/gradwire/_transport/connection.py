@@ -82,7 +82,7 @@ class Connection:
         self._on_ended: Ended | None = ended
         self._lock = CheckedLock()
         self._users = 0
-        self._ended = False
+        self.has_ended = False
         self.is_owed = False  # a lease's request was sent, its response has not come
         self.queue = SendQueue(framed, endpoint.executor.waiting)
         self._timer: int | None = None  # while it runs: `_answered` when it was started
@@ -112,7 +112,7 @@ class Connection:
     def watch(self) -> None:
         """Have the poller say when something comes."""
         with self._lock:  # not while `end` drops it
-            if not self._ended:
+            if not self.has_ended:
                 self._endpoint.poller.watch(self)
 
     # Sending
@@ -127,7 +127,7 @@ class Connection:
             self.queue.write(call, parcel)
         elif not self.queue.put(parcel.header(call) + parcel.body, more=more):
             self._start_timer()
-        if self._ended:  # so late that the end has not seen it
+        if self.has_ended:  # so late that the end has not seen it
             raise ConnectionResetError("connection closed")
 
     def note(self, kind: int) -> None:
@@ -172,14 +172,13 @@ class Connection:
         self.framed.write(call, parcel, deadline)
         self.is_owed = True
         parcel.was_sent()
-        with self._endpoint.executor.waiting():
-            while True:
-                frame = self._next_frame(deadline, is_over)
-                if frame.kind not in _RESPONSES:
-                    raise ProtocolError(f"{frame!r} where a response is due")
-                if frame.call == call:  # else it has come twice
-                    self.is_owed = False
-                    return frame
+        while True:
+            frame = self._next_frame(deadline, is_over)
+            if frame.kind not in _RESPONSES:
+                raise ProtocolError(f"{frame!r} where a response is due")
+            if frame.call == call:  # else it has come twice
+                self.is_owed = False
+                return frame
 
     def _next_frame(self, deadline: float | None, is_over: IsOver | None) -> Frame:
         framed, busy_poll = self.framed, self._endpoint.busy_poll
@@ -225,7 +224,7 @@ class Connection:
         if is_burst and self._timer is None:
             # To read responses one by one as they come would slow it down.
             with self._lock:
-                if not self._ended:
+                if not self.has_ended:
                     self._endpoint.poller.pause(self)
             self._start_timer()
         self.send(call, parcel, more=is_burst)
@@ -244,7 +243,7 @@ class Connection:
             parcel.was_sent()
             while not exchange.done():
                 until = check_wait(deadline, is_over)
-                if not self._ended:
+                if not self.has_ended:
                     self.attend(call, exchange, until)
                 else:  # its end completes or fails what waits
                     bell = Bell()
@@ -269,7 +268,7 @@ class Connection:
             is_bell_known = False
             while not answer.done():
                 with self._lock:
-                    step = Step.SLEEP if self._ended else role.step(call, bell)
+                    step = Step.SLEEP if self.has_ended else role.step(call, bell)
                     if step is Step.READ:
                         self._reader = get_ident()
                 if step is Step.DELIVER:
@@ -312,7 +311,7 @@ class Connection:
             next_reader.ring()
             return
         with self._lock:
-            if not self._ended and not self._role.is_taken:
+            if not self.has_ended and not self._role.is_taken:
                 self._endpoint.poller.watch(self)
 
     def _read(self, deadline: float | None, answer: Answer) -> None:
@@ -329,8 +328,7 @@ class Connection:
 
     def _read_now(self, deadline: float | None) -> None:
         try:
-            with self._endpoint.executor.waiting():
-                has_come = self.framed.read(deadline, self._endpoint.busy_poll)
+            has_come = self.framed.read(deadline, self._endpoint.busy_poll)
             if has_come:  # else it is still silent, however often we look
                 self._take_notes()
         except TimeoutError:
@@ -463,9 +461,9 @@ class Connection:
     def end(self, why: BaseException | None) -> None:
         """It is over. Whoever uses it finds out; responses that have come are delivered."""
         with self._lock:
-            if self._ended:
+            if self.has_ended:
                 return
-            self._ended = True
+            self.has_ended = True
             self._users += 1
         if isinstance(why, ProtocolError):
             self.heard_at = time.monotonic()  # something came, if only nonsense
@@ -496,9 +494,9 @@ class Connection:
         self.stop_using()
 
     def use(self) -> bool:
-        """Whether this thread may use it, until `stop_using`; so a caller leases it."""
+        """Whether this thread may use it, until `stop_using`: it is not over."""
         with self._lock:
-            if self._ended:
+            if self.has_ended:
                 return False
             self._users += 1
             return True
@@ -506,7 +504,7 @@ class Connection:
     def stop_using(self) -> None:
         with self._lock:
             self._users -= 1
-            is_last = self._ended and not self._users
+            is_last = self.has_ended and not self._users
         if is_last:
             with self.queue.lock:  # a writer notices the hang-up and leaves
                 self.framed.close()

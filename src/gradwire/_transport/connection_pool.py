@@ -130,7 +130,7 @@ class OutgoingConnections(Connections):
         super().__init__(endpoint, to.id, ended)
         self._to = to
         self._dialer = dialer
-        self._idle: list[Connection] = []
+        self._idle: list[Connection] = []  # who takes one out of it uses it
         self._opening = 0
         first = dialer.open_first(deadline)
         self.is_remote = not dialer.by_unix
@@ -181,12 +181,12 @@ class OutgoingConnections(Connections):
                 frame = connection.exchange(call, parcel, deadline, is_over)
                 connection.idle_since = time.monotonic()
                 self._idle.append(connection)
-                return frame
-            except BaseException as error:
-                if isinstance(error, TimeoutError) or not isinstance(error, BROKEN):
-                    connection.abandon()
+            except BROKEN as error:
+                if isinstance(error, TimeoutError):
+                    self._abandon(connection)
                     raise
                 connection.end(error)
+                connection.stop_using()
                 if (
                     connection.is_owed
                     or parcel.bulk_length
@@ -194,8 +194,18 @@ class OutgoingConnections(Connections):
                 ):
                     raise self._lost(error) from error
                 # It broke while it was idle, and nothing was sent: others may be whole.
-            finally:
-                connection.stop_using()
+            except BaseException:
+                self._abandon(connection)
+                raise
+            else:
+                if connection.has_ended:  # so late that its end has not seen it
+                    self._close_idle(connection)
+                return frame
+
+    def _abandon(self, connection: Connection) -> None:
+        """This thread waits no more for the response."""
+        connection.abandon()
+        connection.stop_using()
 
     def _lost(self, error: BaseException) -> WorkerLostError:
         return WorkerLostError(self._to.name, self._reason or describe_end(error))
@@ -207,8 +217,9 @@ class OutgoingConnections(Connections):
                 connection = self._idle.pop()  # the one used last: its thread is awake
             except IndexError:
                 break
-            if connection.use():
+            if not connection.has_ended:
                 return connection
+            connection.stop_using()
         with self._lock:
             if len(self._leased) + self._opening >= _MOST_LEASED:
                 return None
@@ -229,12 +240,21 @@ class OutgoingConnections(Connections):
         limit = time.monotonic() - _LEASE_IDLE
         for connection in self._idle[:-1]:
             if connection.idle_since < limit:
-                try:
-                    self._idle.remove(connection)
-                except ValueError:
-                    continue  # it was leased just now
-                connection.end(None)
+                self._close_idle(connection)
         super().tick()
+
+    def _close_idle(self, connection: Connection) -> None:
+        """Close a connection, unless it is leased."""
+        try:
+            self._idle.remove(connection)
+        except ValueError:
+            return
+        connection.end(None)
+        connection.stop_using()
+
+    def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
+        super()._lease_ended(connection, why)
+        self._close_idle(connection)
 
     def ping(self) -> None:
         self.shared.note(PING)

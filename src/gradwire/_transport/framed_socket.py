@@ -218,7 +218,8 @@ class FramedSocket:
             self._last_wait = time.perf_counter() - began
             return True
         try:
-            return self._sleep(deadline)
+            with self._waiting():
+                return self._sleep(deadline)
         finally:
             self._last_wait = max(0.0, time.perf_counter() - began - WAKE_UP)
 
