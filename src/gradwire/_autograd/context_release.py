@@ -12,13 +12,13 @@ then on, or hears that it is over.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
+from .._rpc.deferred_requests import Deferred
 from .._rpc.futures import CallFuture
 from ..errors import ClosedError, GradwireError, WorkerLostError
 from ..threads import Executor
@@ -56,22 +56,17 @@ class Releases:
     def __init__(self, executor: Executor, send: Send) -> None:
         self._executor = executor
         self._send = send
-        self._lock = threading.Lock()
-        self._new: list[Word] = []
-        self._old: list[Word] = []  # that have been there for a while
         self._free: defaultdict[int, list[Word]] = defaultdict(list)
-        """By worker, those that no request takes along."""
-        self._is_watched = False
+        """By worker, those that no request takes along, the oldest first."""
+        self._deferred: Deferred[Word] = Deferred(
+            executor, _GATHER, due=self._is_due, late=self._tell_all
+        )
 
     def add(self, worker: int, context: int) -> None:
         """Tell a worker soon."""
         word = Word(worker, context)
-        with self._lock:
-            self._new.append(word)
-            self._free[worker].append(word)
-            watch, self._is_watched = not self._is_watched, True
-        if watch:
-            self._executor.look_at(time.monotonic() + _GATHER, self._look)
+        self._free[worker].append(word)
+        self._deferred.add(word)
 
     def take(self, worker: int) -> Word | None:
         """What a request to a worker is to tell it."""
@@ -92,19 +87,13 @@ class Releases:
 
         self._say(worker, Claim(tuple(contexts)), answered)
 
-    def _look(self) -> None:
-        """Now and then, while there are any: tell by themselves those that nothing has told."""
-        with self._lock:
-            late, self._old, self._new = self._old, _untold(self._new), []
-            self._free = defaultdict(list)
-            for word in self._old:
-                self._free[word.worker].append(word)
-            watch = self._is_watched = bool(self._old)
-        if watch:
-            self._executor.look_at(time.monotonic() + _GATHER, self._look)
-        late = _untold(late)
-        if late:
-            self._executor.submit(partial(self._tell_all, late))
+    def _is_due(self, word: Word) -> bool:
+        """Whether a word that is late has not been told; no request takes it from now on."""
+        try:
+            self._free[word.worker].remove(word)
+        except ValueError:  # a request has taken it
+            pass
+        return not word.is_told
 
     def _tell_all(self, late: Iterable[Word]) -> None:
         contexts: dict[int, list[int]] = {}
@@ -139,7 +128,3 @@ class Releases:
         except GradwireError:
             return
         future.on_done(answered)
-
-
-def _untold(words: Iterable[Word]) -> list[Word]:
-    return [word for word in words if not word.is_told]

@@ -1,15 +1,19 @@
-"""Requests that are deferred for a moment, so that the next one can travel in the same message.
+"""What is deferred for a moment, so that something else can take it along.
 
-At most one per worker. It goes out before the next message to that worker, when someone waits, or
-`_HOLD` seconds later; unless whoever holds it takes it back, to send it in another way. It is only
-done where it pays: after a few requests in a row that would have been taken back, until one is not.
+`Deferred` is the one mechanism: what nobody has taken along after a moment is handed on together.
+The word that a context is over waits so for a request (`_autograd/context_release.py`), and here a
+request that makes a value for the one that asks for it, so that both travel in one message: at most
+one per worker. It goes out before the next message to that worker, when someone waits, or when it
+is late; unless whoever holds it takes it back, to send it in another way. It is only done where it
+pays: after a few requests in a row that would have been taken back, until one is not.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Generic, NamedTuple, TypeVar
 
 from .._wire.frames import Parcel
 from ..locks import CheckedLock
@@ -17,8 +21,53 @@ from ..threads import Executor
 from .calls import Pending
 from .members import Peer
 
+T = TypeVar("T")
+
 _HOLD = 0.01
 _CONVINCING = 3
+
+
+class Deferred(Generic[T]):
+    """Items that wait for one to two periods; then those still `due` are given to `late`.
+
+    No thread is woken while nothing is late but the monitor, and not even that without items.
+    """
+
+    def __init__(
+        self,
+        executor: Executor,
+        period: float,
+        *,
+        due: Callable[[T], bool],
+        late: Callable[[list[T]], object],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._executor = executor
+        self._period = period
+        self._due = due
+        self._late = late
+        self._clock = clock  # by which the executor's timers go
+        self._lock = CheckedLock()
+        self._new: list[T] = []
+        self._old: list[T] = []  # that have been there for a while
+        self._is_watched = False
+
+    def add(self, item: T) -> None:
+        with self._lock:
+            self._new.append(item)
+            watch, self._is_watched = not self._is_watched, True
+        if watch:
+            self._executor.look_at(self._clock() + self._period, self._look)
+
+    def _look(self) -> None:
+        with self._lock:
+            late, self._old, self._new = self._old, self._new, []
+            watch = self._is_watched = bool(self._old)
+        if watch:
+            self._executor.look_at(self._clock() + self._period, self._look)
+        due = list(filter(self._due, late))
+        if due:
+            self._executor.submit(partial(self._late, due))
 
 
 class Held(NamedTuple):
@@ -39,15 +88,14 @@ class HeldBack:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._executor = executor
         self._send = send
-        self._clock = clock  # by which the executor's timers go
         self._lock = CheckedLock()
         self.requests: dict[int, Held] = {}  # by the worker they go to
-        self._since: dict[int, float] = {}  # by worker
+        self._deferred: Deferred[tuple[int, int]] = Deferred(
+            executor, _HOLD, due=self._is_here, late=self._go_out, clock=clock
+        )
         self._last = 0  # the last request that could be held back
         self._streak = 0  # requests in a row of which it was worth it
-        self._is_watched = False
 
     def hold(self, held: Held) -> None:
         """Defer a request if that pays off, and send the one deferred before it."""
@@ -59,15 +107,12 @@ class HeldBack:
             pays = self._streak >= _CONVINCING
             if pays:
                 self.requests[held.peer.id] = held
-                self._since[held.peer.id] = self._clock()
-            watch = pays and not self._is_watched
-            self._is_watched |= pays
         if before is not None:
             self._send(before)
-        if not pays:
+        if pays:
+            self._deferred.add((held.peer.id, held.pending.call))
+        else:
             self._send(held)
-        if watch:
-            self._executor.look_at(self._clock() + _HOLD, self._look)
 
     def take(self, to: int, call: int) -> Held | None:
         """Take over a deferred request; None if it has been sent."""
@@ -101,18 +146,14 @@ class HeldBack:
         for to in list(self.requests):
             self.flush(to)
 
-    def _look(self) -> None:
-        """A timer while requests are deferred: sends those that no one has taken."""
-        now = self._clock()
+    def _is_here(self, item: tuple[int, int]) -> bool:
+        """Whether nobody has taken a request."""
+        to, call = item
+        held = self.requests.get(to)
+        return held is not None and held.pending.call == call
+
+    def _go_out(self, items: list[tuple[int, int]]) -> None:
+        """Send what nobody has taken: it did not pay."""
         with self._lock:
-            self._is_watched = bool(self._since)
-            late = any(now - self._since[to] >= _HOLD for to in self.requests)
-            self._since = {
-                to: when for to, when in self._since.items() if to in self.requests
-            }
-            if late:
-                self._streak = 0
-        if late:
-            self._executor.submit(self.flush_all)
-        if self._is_watched:
-            self._executor.look_at(now + _HOLD, self._look)
+            self._streak = 0
+        self.flush_all()
