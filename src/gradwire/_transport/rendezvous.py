@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 import secrets
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -48,6 +49,8 @@ log = logging.getLogger("gradwire")
 
 _ELASTIC = "elastic"
 _STEP = 0.05
+_LOOKS = 3000  # into the store in a second, of all workers that wait together
+_FEW = 16  # ranks that a message names
 _PROBE = 2.0  # seconds to find out whether someone answers
 _LONGEST_PAUSE = 1.0
 
@@ -69,6 +72,12 @@ class Part(str, Enum):
     WORKS = "works"
     SERVES = "serves"
     FINISHED = "finished"
+
+
+def _few(ranks: list[int]) -> str:
+    """The first of them, for people."""
+    more = len(ranks) - _FEW
+    return str(ranks) if more <= 0 else f"{ranks[:_FEW]} and {more} more"
 
 
 def note_finished(store: Store, world: str, name: str) -> None:
@@ -233,10 +242,10 @@ class Meeting:
 
     def _join_fixed(self, card: Card, size: int) -> list[Card]:
         self._publish(card)
-        cards = [self._wait_for(number) for number in range(size)]
+        cards = self._wait_for_all(size)
         names = [other.name for other in cards]
-        for name in names:
-            if names.count(name) > 1:
+        for name, count in Counter(names).items():
+            if count > 1:
                 ranks = [i for i, n in enumerate(names) if n == name]
                 raise ValueError(
                     f"worker name {name!r} is used by ranks {ranks}: names must differ"
@@ -256,7 +265,7 @@ class Meeting:
         data = keys.seal(self.keys()[0], card.to_bytes())
         found = self._first(f"card/{card.id}", data)
         if found != data:
-            other = self._open(card.id, found)
+            other = self._open(card.id, found, self.keys())
             raise ValueError(
                 f"rank {card.id} is taken by worker {other.name!r}: "
                 f"give {card.name!r} another rank"
@@ -322,10 +331,12 @@ class Meeting:
     def _part_of(self, name: str) -> Part:
         return Part(self._store().get(f"part/{name}").decode())
 
-    def _wait_for(self, number: int) -> Card:
-        """The card of a worker in a world of fixed size."""
+    def _wait_for_all(self, size: int) -> list[Card]:
+        """The cards of a world of fixed size, when all are there."""
+        names = [f"card/{number}" for number in range(size)]
+        pause = min(_STEP, size / _LOOKS)
         report = WaitReport(self._awaited)
-        while (card := self._published(number)) is None:
+        while not self._store().check(names):
             report.tick()
             if self._has("failed"):
                 raise GradwireError(
@@ -333,32 +344,33 @@ class Meeting:
                 )
             if time.monotonic() > self._deadline:
                 raise GradwireError(
-                    f"of {self._size} workers, ranks {self._missing()} did not come within "
+                    f"of {self._size} workers, ranks {_few(self._missing())} did not come within "
                     f"{self._patience:g} s (join_timeout) to {self._where}: start them with "
                     "the same address and world_size"
                 )
-            time.sleep(_STEP / 10)
-        return card
+            time.sleep(pause)
+        found, known = self._store().multi_get(names), self.keys()
+        return [self._open(number, card, known) for number, card in enumerate(found)]
 
     def _missing(self) -> list[int]:
         return [i for i in range(self._size or 0) if not self._has(f"card/{i}")]
 
     def _awaited(self) -> str:
-        return f"ranks {self._missing()} of {self._size} at {self._where}"
+        return f"ranks {_few(self._missing())} of {self._size} at {self._where}"
 
     def _published(self, number: int) -> Card | None:
         if not self._has(f"card/{number}"):
             return None
-        return self._open(number, self._store().get(f"card/{number}"))
+        return self._open(number, self._store().get(f"card/{number}"), self.keys())
 
-    def _open(self, number: int, sealed: bytes) -> Card:
+    def _open(self, number: int, sealed: bytes, known: tuple[bytes, ...]) -> Card:
         """The card of a worker, if one who knows the key has written it.
 
         Raises:
             AuthenticationError: somebody else has.
         """
         try:
-            card = Card.from_bytes(keys.unseal(self.keys(), sealed))
+            card = Card.from_bytes(keys.unseal(known, sealed))
             if card.id != number:
                 raise ProtocolError(f"it is the card of worker {card.id}")
         except ProtocolError as error:

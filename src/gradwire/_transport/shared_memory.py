@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import ctypes
 import fcntl
+import functools
 import mmap
 import os
 import socket
@@ -36,6 +37,7 @@ _NOTICE = struct.Struct("<QQ")
 _WAIT = 10.0  # a descriptor is sent before the frame that needs it: this is generous
 
 
+@functools.cache
 def is_available() -> bool:
     """Whether this system has what segments need."""
     try:

@@ -1,4 +1,4 @@
-"""The command: `gradwire bench [--rounds N] [--only WORD ...] [--threads SETTING]`."""
+"""The command: `gradwire bench [--rounds N] [--only WORD ...] [--start-up WORKERS] ...`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,16 @@ def main(given: Sequence[str]) -> int:
         help="where to put the picture (default: %(default)s)")  # fmt: skip
     add("--markdown", type=Path, metavar="FILE",
         help="where to put the table for a page (default: nowhere)")  # fmt: skip
+    add("--start-up", type=int, metavar="WORKERS",
+        help="measure instead how a world of so many workers starts on this machine "
+        "(default: the rows above)")  # fmt: skip
     arguments = parser.parse_args(given)
+    if arguments.start_up is not None:
+        if arguments.start_up < 2:
+            parser.error(f"--start-up {arguments.start_up}: at least 2")
+        from .start_up import report
+
+        return report(arguments.start_up, arguments.json)
     from .comparison import compare  # imports torch, and help need not wait for it
 
     return compare(arguments, parser.error)
