@@ -6,6 +6,8 @@ arrive at another in the same context: a send here, a recv there, for later pass
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from ..errors import GradwireError, ProtocolError
@@ -64,8 +66,10 @@ def copied(delivery: Delivery) -> Delivery:
     return Delivery(delivery.send, gradients, delivery.link, delivery.linked)
 
 
-def take(context: Context, sender: int, delivery: Delivery) -> tuple[int, ...]:
-    """Take what came for a message; which of its slots have gradients.
+def take(
+    context: Context, sender: int, delivery: Delivery
+) -> tuple[int, tuple[int, ...], Sequence[Tensor | None]]:
+    """Take what came for a message: which, the slots that have gradients, and the gradients.
 
     Raises:
         ProtocolError: some are missing, or they are for nothing that was sent.
@@ -84,4 +88,5 @@ def take(context: Context, sender: int, delivery: Delivery) -> tuple[int, ...]:
         )
     if link:
         context.add_recv(link, sender, make_recv([gradients[i] for i in linked]))
-    return tuple([i for i, g in enumerate(gradients) if g is not None])
+    slots = tuple([i for i, g in enumerate(gradients) if g is not None])
+    return number, slots, gradients

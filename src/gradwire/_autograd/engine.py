@@ -15,6 +15,7 @@ place. So with `_profiler_enabled`: without it, every pass would pay for being r
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,8 @@ from .nodes import TOKEN, Crossing, Gradients, Run, Send, here
 _SMALL = 200  # nodes of a graph that takes no time to run
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 _KEEPS_GRAPH = RETAIN | CREATE
+_edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+"""Makes one in a third of the time."""
 _run_backward: Callable[..., Gradients] = (
     torch.autograd.Variable._execution_engine.run_backward
 )
@@ -51,20 +54,10 @@ class Job(NamedTuple):
     flags: int
 
 
-class Found(NamedTuple):
-    """The gradients of the leaves, of what was wanted, and of recvs that did not call back."""
-
-    leaves: list[Tensor | None]
-    wanted: Sequence[Tensor | None] = ()
-    recvs: Sequence[tuple[Crossing, Gradients]] = ()
-
+Found = tuple[list["Tensor | None"], Gradients, list[tuple[Crossing, Gradients]]]
+"""The gradients of the leaves, of what was wanted, and of recvs that did not call back."""
 
 is_profiled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-
-
-def is_large(job: Job) -> bool:
-    """Whether it takes so long that gradients should leave before it is over."""
-    return job.size > _SMALL
 
 
 def execute(job: Job, run: Run) -> Found:
@@ -73,21 +66,22 @@ def execute(job: Job, run: Run) -> Found:
     Raises:
         Exception: whatever a node's backward raises.
     """
-    inputs = [GradientEdge(node, 0) for node in job.leaves]
+    inputs = [_edge((node, 0)) for node in job.leaves]
     inputs += job.wanted
-    if job.given is None or is_large(job):
-        nodes = [node.crossing for node in job.recvs]
+    nodes: list[Crossing] = []
+    ends: Collection[Any] = ()
+    if job.given is None or job.size > _SMALL:  # then gradients leave before it is over
+        nodes += [node.crossing for node in job.recvs]
         if nodes:
             inputs.append(TOKEN)
         if job.given is None:
             nodes += [send.crossing for send in job.sends]
-        ends: Collection[Any] = ()
     else:
-        nodes, ends = [], job.recvs
+        ends = job.recvs
         for node in ends:
-            inputs += [GradientEdge(node, i) for i in range(node.crossing.count)]
+            inputs += [_edge((node, i)) for i in range(node.crossing.count)]
     if not inputs:
-        return Found([])
+        return [], (), []
     captured = _call(job, tuple(inputs), nodes, run)
     at = len(job.leaves)
     leaves = [*captured[:at]]
@@ -98,7 +92,7 @@ def execute(job: Job, run: Run) -> Found:
         end = at + node.crossing.count
         found.append((node.crossing, captured[at:end]))
         at = end
-    return Found(leaves, wanted, found)
+    return leaves, wanted, found
 
 
 def accumulate(job: Job, run: Run) -> None:
@@ -120,9 +114,7 @@ def _call(
 
     `nodes`: those that will call back.
     """
-    outputs, gradients = _sources(job)
-    given = tuple(gradients)
-    del gradients  # the engine may keep what nobody else has
+    outputs, given = _sources(job)
     for crossing in nodes:
         crossing.runs.append(run)
     runs = here.runs
@@ -143,25 +135,32 @@ def _call(
             crossing.runs.remove(run)
 
 
-def _sources(job: Job) -> tuple[list[Tensor | GradientEdge], list[Tensor]]:
-    outputs: list[Tensor | GradientEdge] = [root for root, _ in job.roots]
-    gradients = [
-        torch.ones_like(root) if given is None else given for root, given in job.roots
-    ]
+def _sources(job: Job) -> tuple[list[Any], tuple[Tensor, ...]]:
+    """Where the engine begins, and with what. Nobody else has what was given then."""
+    outputs: list[Any] = []
+    gradients: list[Tensor] = []
+    for root, given in job.roots:
+        outputs.append(root)
+        gradients.append(torch.ones_like(root) if given is None else given)
     if job.given is None:
-        for send in job.sends:
-            send.keep_ends()
-        starts = [send.output for send in job.sends]
-        if device_queues.are_needed() and len(starts) + len(job.roots) > 1:
-            nodes = [root.grad_fn for root, _ in job.roots]
-            starts = device_queues.put_before(job.sends, nodes)
-        outputs += starts
-        gradients += [_SIGNAL for _ in starts]
-        return outputs, gradients
+        return _sends(job, outputs, gradients)
     for send in job.sends:
-        given = job.given.pop(send.crossing.id)  # who keeps it would have it copied
-        for edge, gradient in zip(send.edges, given, strict=True):
+        came = job.given.pop(send.crossing.id)  # who keeps it would have it copied
+        for edge, gradient in zip(send.edges, came, strict=True):
             if gradient is not None:
-                outputs.append(GradientEdge(*edge))
+                outputs.append(_edge(edge))
                 gradients.append(gradient)
-    return outputs, gradients
+    return outputs, tuple(gradients)
+
+
+def _sends(
+    job: Job, outputs: list[Any], gradients: list[Tensor]
+) -> tuple[list[Any], tuple[Tensor, ...]]:
+    """To these, the nodes of sends, which ask for their gradients."""
+    for send in job.sends:
+        send.keep_ends()
+    starts = [send.output for send in job.sends]
+    if device_queues.are_needed() and len(starts) + len(job.roots) > 1:
+        nodes = [root.grad_fn for root, _ in job.roots]
+        starts = device_queues.put_before(job.sends, nodes)
+    return [*outputs, *starts], (*gradients, *[_SIGNAL for _ in starts])

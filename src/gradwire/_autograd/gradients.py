@@ -39,6 +39,18 @@ def look_at(nodes: Iterable[Any]) -> list[Leaf]:
     return [Leaf(n.variable, hooks.before(n), hooks.after(n)) for n in nodes]
 
 
+def keep_plain(
+    context: Context, leaves: Iterable[Tensor], gradients: Iterable[Tensor | None]
+) -> None:
+    """Add gradients that came by a message to the context, where there are no hooks."""
+    found = [
+        (leaf, _own(leaf, gradient, is_ours=True))
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+        if gradient is not None
+    ]
+    context.add_gradients(found)
+
+
 def keep(
     context: Context,
     leaves: Sequence[Leaf],

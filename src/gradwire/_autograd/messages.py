@@ -171,8 +171,8 @@ def unpack(answer: Any, flags: int) -> Answer | Failed:
     end = 1 + 2 * count
     if not 0 < end <= len(facts):
         raise ProtocolError("an answer of a backward pass makes no sense")
-    parked = dict(zip(facts[1:end:2], facts[2:end:2], strict=True))
-    return Answer(_take(facts, end, answer.tensors, flags), parked)
+    load = _take(facts, end, answer.tensors, flags)
+    return Answer(load, dict(zip(facts[1:end:2], facts[2:end:2], strict=True)))
 
 
 def pack_failed(failed: Failed) -> tuple[Any, ...]:

@@ -98,15 +98,13 @@ class Part:
         return self.failed is not None
 
     def check(self) -> None:
-        """Stop here if the pass has failed meanwhile, or its context is over.
+        """Stop here if the pass has failed meanwhile. So it has if its context is over.
 
         Raises:
-            Ended, GradwireError: so it is.
+            Ended: so it is.
         """
         if self.failed is not None:
             raise Ended
-        if self.context.is_released:
-            raise unknown(self.context.id)
 
     def collect(self, send: Crossing) -> Gradients:
         """The gradients for a message; waits for them."""

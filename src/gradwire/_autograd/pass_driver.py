@@ -33,7 +33,7 @@ from . import deliveries
 from .messages import Answer, Failed, Header, Load, pack, pack_failed, request, unpack
 from .nodes import Crossing, Gradients
 from .parts import Ended, Part
-from .pass_state import ROOTS, Action, Narrow, PassState, Reach, Run, Step, Void, Wake
+from .pass_state import ROOTS, Action, Narrow, Reach, Run, Step, Void, Wake
 
 _DEEPEST = 16  # workers that wait for each other, one behind the other
 _GLANCE = 0.05  # seconds that a look at one answer may take
@@ -67,10 +67,11 @@ class Round:
         self._open = 1  # threads at work, and requests that are not answered
         self._asked: list[int] = []  # who owes an answer
         self._future: torch.futures.Future[Any] | None = None  # of ours
-        self._coming: dict[CallFuture, None] = {}  # answers, on the leader
-        self._is_served_here = asker is None and header.step == Step.RUN
+        self._is_served_here = False
         if asker is None:
             self._inbox = SimpleQueue()
+            self._coming: dict[CallFuture, None] = {}  # answers
+            self._is_served_here = header.step == Step.RUN
         part.rounds.append(self)
 
     # From the request to the answer
@@ -97,11 +98,9 @@ class Round:
             BaseException: whatever goes wrong here, or `Ended`.
         """
         self._go_on(self._act(actions, leaving), leaving, may_wait=True)
-        self._leave()
-        while True:
-            with self._lock:
-                if not self._open:
-                    break
+        with self._lock:
+            self._open -= 1
+        while self._open:
             self.part.check()
             self._attend()
         self.part.rounds.remove(self)
@@ -164,17 +163,17 @@ class Round:
         """Note what came from a worker; what is to be run."""
         part, step = self.part, self._header.step
         state = part.state
-        took = [(d, deliveries.take(part.context, sender, d)) for d in load.deliveries]
+        came = [deliveries.take(part.context, sender, d) for d in load.deliveries]
         actions: list[Action] = []
         with part.lock:
             part.check()
             before = len(state.parked)
             if step == Step.REST:
                 actions += state.rest()
-            for delivery, slots in took:
-                if state.fate(delivery.send) is None:
-                    part.gradients[delivery.send] = delivery.gradients
-                actions += state.came(delivery.send, slots)
+            for send, slots, gradients in came:
+                if state.fate(send) is None:
+                    part.gradients[send] = gradients
+                actions += state.came(send, slots)
             for send in load.voids:
                 actions += state.came(send, ())
             if step == Step.ANNOUNCE:
@@ -182,7 +181,7 @@ class Round:
             more = len(state.parked) - before
         if more and step == Step.RUN:
             self._note_parked({self._host.me: more})
-        return self._act(actions, leaving) if actions else []
+        return self._act(actions, leaving)
 
     def _note_parked(self, parked: Any) -> None:
         with self._lock:
@@ -192,7 +191,7 @@ class Round:
     def _act(self, actions: Iterable[Action], leaving: Leaving) -> list[Run]:
         """Do what is to be done; what is to be run is left to this thread."""
         part = self.part
-        runs = []
+        runs: list[Run] = []
         for action in actions:
             if type(action) is Run:
                 runs.append(action)
@@ -256,6 +255,7 @@ class Round:
         begun = time.perf_counter()
         self._run(run, leaving)
         if time.perf_counter() - begun > _LONG:
+            self.part.check()
             self._post_all(leaving)
 
     def _wait_in_one(
@@ -285,10 +285,10 @@ class Round:
         given = None if run.waits or part.is_profiled else part.gradients
         for recv, gradients in part.runner.run(sources, given, self):
             self._yielded(recv, gradients, leaving)
-        part.check()
 
     def deliver(self, recv: Crossing, gradients: Gradients) -> None:
         """A recv was run by the engine, which has more to do: others may go on meanwhile."""
+        self.part.check()
         leaving: Leaving = {}
         self._yielded(recv, gradients, leaving)
         self._send_now(leaving)
@@ -296,7 +296,6 @@ class Round:
     def _yielded(self, recv: Crossing, gradients: Gradients, leaving: Leaving) -> None:
         """See to gradients that a recv got."""
         part = self.part
-        part.check()
         flags, numbers = self._header.flags, self._host.numbers
         delivery = deliveries.make(part.context, recv, gradients, flags, numbers)
         if delivery is not None:
@@ -387,7 +386,8 @@ class Round:
 
     def _answered(self, worker: int, future: CallFuture) -> None:
         """An answer came to a thread that has other things to do than to wait for more."""
-        self._coming.pop(future, None)
+        if self.asker is None:
+            self._coming.pop(future, None)
         self._asked.remove(worker)
         try:
             answer = self._read(future.value())  # that it has failed is noticed at once
@@ -421,7 +421,10 @@ class Round:
 
 
 def _at(leaving: Leaving, worker: int) -> Load:
-    return leaving.setdefault(worker, Load())
+    load = leaving.get(worker)
+    if load is None:
+        load = leaving[worker] = Load()
+    return load
 
 
 def _look() -> None:
@@ -430,25 +433,23 @@ def _look() -> None:
 
 def lead(part: Part) -> None:
     """Lead a pass. How it ended stands with the part."""
-    state, me = part.state, part.host.me
-    leaving: Leaving = {}
+    state = part.state
     try:
-        for step in Step:
-            header = Header(*part.header[:4], step) if step else part.header
-            current = Round(part, header)
-            with part.lock:
-                actions = _first(state, step)
-            current.lead(actions, leaving)
-            parked = {worker for worker, count in part.parked.items() if count}
-            if not parked and not state.parked:
-                return
-            leaving = {worker: Load() for worker in parked - {me}}
+        with part.lock:
+            actions = state.came(ROOTS, ())
+        Round(part, part.header).lead(actions, {})
+        if part.parked or state.parked:
+            _resolve(part, Step.ANNOUNCE, state.announce)
+            _resolve(part, Step.REST, state.rest)
     except BaseException as error:  # noqa: BLE001 user code
         part.fail(error)
 
 
-def _first(state: PassState, step: Step) -> list[Action]:
-    """What a step begins with on the leader."""
-    if step is Step.RUN:
-        return state.came(ROOTS, ())
-    return state.announce() if step is Step.ANNOUNCE else state.rest()
+def _resolve(part: Part, step: Step, first: Callable[[], list[Action]]) -> None:
+    """Have all workers take this step where something is parked. `first`: what to do here."""
+    parked = {worker for worker, count in part.parked.items() if count}
+    if parked or part.state.parked:
+        current = Round(part, Header(*part.header[:4], step))
+        with part.lock:
+            actions = first()
+        current.lead(actions, {worker: Load() for worker in parked - {part.host.me}})

@@ -121,15 +121,14 @@ class PassState:
 
     def came(self, source: int, slots: Indexes) -> list[Action]:
         """Gradients for these slots of a message, or for none of them; or the pass's roots."""
-        sources = () if source in self._came else self._plan.sources(source)
-        if not sources:
+        if source in self._came or not (sources := self._plan.sources(source)):
             return []  # P4
         self._came[source] = slots
-        if source in self._waiting:
+        if source in self._over:
+            if source not in self._waiting:
+                return []
             self._waiting.discard(source)
             return [Wake(source)]
-        if source in self._over:
-            return []
         is_any = bool(slots) or source == ROOTS
         if len(sources) == 1 and is_any and not self._announced:  # as mostly
             self._over.add(source)

@@ -5,7 +5,6 @@ Knows nothing of messages or of the order in which segments are run.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -18,11 +17,18 @@ from . import anomaly, ddp, engine, hooks
 from .contexts import Context, Contexts, add
 from .ddp import accumulating, replicated
 from .engine import Job
-from .gradients import Leaf, keep, keep_accumulated, kept_so_far, look_at
-from .messages import ANOMALY, CREATE, QUIET
+from .gradients import (
+    Leaf,
+    keep,
+    keep_accumulated,
+    keep_plain,
+    kept_so_far,
+    look_at,
+)
+from .messages import ANOMALY, CREATE, QUIET, RETAIN
 from .nodes import Crossing, Edge, Gradients, Run
 from .pass_state import ROOTS, Indexes
-from .segments import Plan, Reach, lift
+from .segments import Plan, Reach, Segment, lift
 
 Given = dict[int, Sequence["Tensor | None"]]
 """The gradients that came for messages, by send."""
@@ -39,6 +45,9 @@ class Start(NamedTuple):
     def edges(self) -> list[Edge]:
         return [(root.grad_fn, root.output_nr) for root in self.roots]
 
+    def pairs(self) -> list[tuple[Tensor, Tensor | None]]:
+        return [*zip(self.roots, self.gradients, strict=True)]
+
 
 class SegmentRunner:
     """For one pass on one worker."""
@@ -51,11 +60,9 @@ class SegmentRunner:
         self._context = context
         self._plan = plan
         self._start = start
-        self._roots = [*zip(start.roots, start.gradients, strict=True)]
         self._flags = flags
-        self._lock = threading.Lock()
 
-    def reach(self, sources: Mapping[int, Indexes]) -> Reach:
+    def reach(self, sources: Mapping[int, Indexes]) -> Reach | Segment:
         """What these slots of the sources of one segment reach."""
         return self._plan.reach(sources, self._start.edges)[1]
 
@@ -100,40 +107,33 @@ class SegmentRunner:
             sends = [send.only(sources[send.crossing.id]) for send in sends]
             if len(sources) > 1 and sends:
                 lift(reach.nodes, sends[-1].place)
-        job = Job(
-            roots=self._roots if ROOTS in sources else (),
-            sends=sends,
-            given=given,
-            size=len(reach.nodes),
-            leaves=leaves,
-            wanted=self._start.wanted,
-            recvs=recvs,
-            flags=flags,
-        )
+        roots = self._start.pairs() if ROOTS in sources else ()
+        size, wanted = len(reach.nodes), self._start.wanted
+        job = Job(roots, sends, given, size, leaves, wanted, recvs, flags)
         if replicas:
             known = partial(kept_so_far, self._context)
             kept = partial(keep_accumulated, self._context, flags)
             with accumulating(replicas, leaves, known, kept, run.is_over):
                 engine.accumulate(job, run)
             return ()
-        found = engine.execute(job, run)
+        of_leaves, of_wanted, of_recvs = engine.execute(job, run)
         if run.is_over():  # nobody waits for it any more
             return ()
         if leaves:
-            keep(self._context, look_at(leaves), found.leaves, flags)
-        for index, gradient in enumerate(found.wanted):
+            keep(self._context, look_at(leaves), of_leaves, flags)
+        for index, gradient in enumerate(of_wanted):
             if gradient is not None:
                 self._add_wanted(index, gradient)
-        return found.recvs
+        return of_recvs
 
     def _add_wanted(self, index: int, gradient: Tensor) -> None:
-        with self._lock:
+        with self._context.lock:
             before = self.wanted[index]
             self.wanted[index] = gradient if before is None else add(before, gradient)
 
     def _keep_bare(self, sources: Mapping[int, Indexes], given: Given) -> bool:
         """Keep the gradients of leaves that were sent as they are; False: the engine is needed."""
-        (source, *_) = sources
+        source = next(iter(sources))
         segment = self._plan.segment(source)
         if segment is None or not segment.is_bare or self._start.wanted or ddp.known():
             return False
@@ -142,10 +142,13 @@ class SegmentRunner:
             leaves = look_at([node for node, _ in send.edges])
             if any(hooks.of_tensor(leaf.tensor) for leaf in leaves):
                 return False
-        else:
+            if send.crossing.is_hooked:
+                return False
+        elif self._flags & ~RETAIN:
             leaves = [Leaf(leaf, (), ()) for leaf in send.leaves]
-        if send.crossing.is_hooked:
-            return False
+        else:
+            keep_plain(self._context, send.leaves, given.pop(source))
+            return True
         gradients = [*given.pop(source)]
         if not self._flags & QUIET:
             keep(self._context, leaves, gradients, self._flags, are_ours=True)

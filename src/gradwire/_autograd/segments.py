@@ -29,7 +29,6 @@ from .nodes import LEAF_NODE, RECV_NODE, Edge, Send, leaf_node
 from .pass_state import ROOTS, Indexes
 
 _LIFT = 1 << 40
-_NONE: set[int] = set()
 
 Recvs = dict[Any, set[int]]
 """The nodes of recvs, and which of their tensors are reached."""
@@ -184,10 +183,10 @@ class Segments:
             reach = walk(roots, self._known)
             rooted = Segment([], reach)
             rooted.has_roots = True
+            own = {ROOTS: rooted}
             if reach.met:
                 met = {self.of_send[each] for each in reach.met}
-                rooted = _united([rooted, *met])
-            own = _by_source([rooted])
+                own = _by_source([_united([rooted, *met])])
         if hooks.were_made() or ddp.known():
             own |= self._joined(own.get(ROOTS))
         return Plan(self.of_send, self.count, own)
@@ -281,8 +280,7 @@ class Plan:
             return ()
         sends = segment.sends
         if len(sends) + segment.has_roots == 1:  # as mostly
-            is_later = bool(sends) and sends[0].place > self._count
-            return () if is_later else (source,)
+            return () if sends and sends[0].place > self._count else (source,)
         known, found = self._known.get(segment, (None, []))
         if known is not sends:
             found = [s.crossing.id for s in sends if s.place <= self._count]
@@ -295,17 +293,16 @@ class Plan:
 
     def reach(
         self, sources: Mapping[int, Indexes], roots: Callable[[], list[Edge]]
-    ) -> tuple[Sequence[Send], Reach]:
+    ) -> tuple[Sequence[Send], Reach | Segment]:
         """The messages among the sources of one segment, and what these slots of them reach.
 
         It may grow while it is looked at, as others record. `roots`: of the pass, if some are in.
         """
-        (first, *_) = sources
-        segment = self.segment(first)
-        assert segment is not None
+        first = next(iter(sources))
+        segment = self._own.get(first) or self._of_send[first]
         sends: Sequence[Send] = segment.sends
-        if _is_whole(segment, sources) and not segment.is_bare:
-            return sends, Reach(segment.nodes, segment.leaves, segment.recvs, _NONE)
+        if not segment.is_bare and _is_whole(segment, sources):
+            return sends, segment
         sends = [send for send in sends if send.crossing.id in sources]
         edges = roots() if ROOTS in sources else []
         for send in sends:
@@ -319,9 +316,11 @@ def _is_whole(segment: Segment, sources: Mapping[int, Indexes]) -> bool:
     sends = segment.sends
     if len(sources) != len(sends) + segment.has_roots:
         return False
-    return not sends or all(
-        send.crossing.count == len(sources[send.crossing.id]) for send in sends
-    )
+    for send in sends:
+        crossing = send.crossing
+        if crossing.count != len(sources[crossing.id]):
+            return False
+    return True
 
 
 def lift(nodes: Iterable[Any], latest: int) -> None:
