@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from gradwire._wire.codec import Codec, Manner
+from gradwire._wire.codec import COMPILED, PICKLED, Codec, Manner
 from gradwire._wire.frames import Limits
 from gradwire._wire.messages import Call
+from gradwire.errors import ProtocolError
 from tests.wire.round_trip import LIMITS, PICKLE, PLAIN, assert_same
 
 A = torch.arange(6.0).reshape(2, 3)
@@ -56,7 +57,7 @@ class Got:
 
 def codec(limits: Limits = LIMITS) -> Codec:
     made = Codec(limits)
-    made.replace((Thing,), Sent, Got)
+    made.replace((Thing,), 2, Sent, Got)
     return made
 
 
@@ -122,6 +123,48 @@ def test_numbers_travel_for_objects_of_exactly_these_types() -> None:
     assert [type(first), type(second)] == [Thing, Special]
 
 
+def test_objects_beside_tensors_are_replaced_in_compiled_messages_too() -> None:
+    one, two = Thing(3), Thing(5)
+    manner = Manner(to=9)
+    for args in ((one, 7, X), (X, {"deep": [Y, one]}, two), (one,)):
+        call = Call("print", args, {"last": two}, None)
+        parcel, traced, sent = codec().call(call, manner, is_traced=True)
+        if two in args:  # the same one twice: only a pickle keeps that
+            assert parcel.encoding == PICKLED
+        else:
+            assert parcel.encoding == COMPILED
+        assert isinstance(sent, Sent)
+        assert sent.about == (9, False)
+        assert sent.freight == [thing for thing in (one, two) if thing in sent.freight]
+        frame = parcel.arrive(1)
+        frame.scope = frame.mark = 1
+        there, arrived, got = codec().open(frame, 8)
+        assert isinstance(got, Got)
+        assert (got.sender, got.waits) == (8, [3, 5])
+        assert there.kwargs["last"].number == 5
+        assert len(arrived) == len(traced)
+        for theirs, ours in zip(arrived, traced, strict=True):
+            assert_same(theirs.detach(), ours.detach())
+
+
+def test_a_result_that_is_replaced_is_compiled() -> None:
+    parcel, _, sent = codec().result(Thing(4), Manner(to=9))
+    assert isinstance(sent, Sent)
+    assert (parcel.encoding, sent.about) == (COMPILED, (9, True))
+    assert codec().open(parcel.arrive(1))[0].value.number == 4
+
+
+def test_an_object_of_the_wrong_number_of_numbers_is_refused() -> None:
+    parcel, *_ = codec().result(Thing(4), PICKLE)
+    for width in (1, 3):
+        other = Codec(LIMITS)
+        other.replace((Thing,), width, Sent, Got)
+        with pytest.raises(ProtocolError, match="object of 2 numbers"):
+            other.open(parcel.arrive(1))
+    with pytest.raises(ProtocolError, match="object of 2 numbers"):
+        Codec(LIMITS).open(parcel.arrive(1))
+
+
 def test_what_was_found_is_taken_back_if_the_message_cannot_be_sent() -> None:
     made: list[Sent] = []
 
@@ -130,11 +173,35 @@ def test_what_was_found_is_taken_back_if_the_message_cannot_be_sent() -> None:
         return made[-1]
 
     sending = Codec(Limits(1000, 1000))
-    sending.replace((Thing,), begin, Got)
+    sending.replace((Thing,), 2, begin, Got)
     for value in ("x" * 2000, torch.zeros(100_000), (i for i in range(3))):
         with pytest.raises((ValueError, TypeError)):
-            sending.result([Thing(1), value], PICKLE)
+            sending.result([{1, 2}, Thing(1), value], PICKLE)
         assert made.pop().was_taken_back
+    with pytest.raises(ValueError, match="larger than"):
+        sending.result([Thing(1), torch.zeros(100_000)], PICKLE)
+    assert not made, "the compiled way knows before"
+
+
+def test_what_was_found_is_taken_back_if_another_object_cannot_be_replaced() -> None:
+    made: list[Sent] = []
+
+    class Once(Sent):
+        def __call__(self, thing: Thing) -> tuple[int, ...]:
+            if self.freight:
+                raise LookupError("no more")
+            return super().__call__(thing)
+
+    def begin(to: int, is_reply: bool) -> Sent:
+        made.append(Once(to, is_reply))
+        return made[-1]
+
+    sending = Codec(LIMITS)
+    sending.replace((Thing,), 2, begin, Got)
+    with pytest.raises(LookupError):
+        sending.call(Call("print", (Thing(1), Thing(2)), {}, None), PICKLE)
+    assert made.pop().was_taken_back
+    assert not made
 
 
 def test_nothing_is_begun_for_messages_that_are_compiled() -> None:

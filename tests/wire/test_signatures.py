@@ -307,8 +307,10 @@ def test_the_signatures_remembered_are_bounded() -> None:
     decoder = Decoder(load_safely, {CALL: Call}, LIMITS)
     for number in range(1000):
         subject: Subject = (f"module:{number}" + "x" * 3000, (), None)
-        parcel, _ = encoder.encode(CALL, subject, ()) or pytest.fail("not compiled")
-        call, _ = decoder.decode(parcel.arrive(1))
+        encoded = encoder.encode(CALL, subject, ())
+        assert encoded is not None
+        parcel = encoded[0]
+        call, *_ = decoder.decode(parcel.arrive(1))
         assert call == Call(subject[0], (), {}, None)
     assert sum(len(signature) for _, signature in decoder._known) <= 1 << 20
 

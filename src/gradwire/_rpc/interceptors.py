@@ -13,13 +13,17 @@ from typing import Any, Protocol
 
 from torch import Tensor, is_grad_enabled
 
-from .._wire.codec import Codec, Encoded, Manner
+from .._wire.codec import Codec, Manner
 from .._wire.frames import Frame, Freight, Parcel, Wait
 from .._wire.messages import Call, TensorMessage
+from .._wire.signature_encoder import Encoded
 
 
 class Carrier(Protocol):
     """Replaces objects of some types by numbers in a message, and restores them."""
+
+    width: int
+    """How many numbers replace one."""
 
     def load(
         self, thing: Any, to: int, is_reply: bool
@@ -133,6 +137,7 @@ class InterceptedCodec:
         """Register the carrier of objects of exactly these types."""
         self._codec.replace(
             kinds,
+            carrier.width,
             lambda to, is_reply: Replaced(carrier, to, is_reply),
             lambda sender: Restored(carrier, sender),
         )

@@ -27,6 +27,8 @@ _RETRY = 2.0  # seconds without an answer before the owner is asked again
 class ReferenceCarrier:
     """Carries the references of one worker (a `Carrier` of `_rpc/interceptors.py`)."""
 
+    width = 5
+
     def __init__(
         self,
         agent: Agent,

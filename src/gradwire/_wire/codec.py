@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from ..errors import NotAllowedError, ProtocolError
 from . import dense_tensors, raw_bytes, safe_encoding
 from .device_maps import DeviceMap, DeviceMaps
 from .failures import describe_failure, shorten
-from .frames import Frame, Freight, Limits, Parcel, Wait
+from .frames import Frame, Limits, Parcel, Replacing, Restoring
 from .functions import Names, describe
 from .messages import (
     CALL,
@@ -42,43 +42,19 @@ from .messages import (
     has_right_fields,
 )
 from .pickling import Beside, PickleSerializer, Reducer, Serializer
-from .signature_decoder import Decoder, load_safely
-from .signature_encoder import NO_SUBJECT, Encoder, Subject, dump_pickle, dump_safely
+from .signature_decoder import Decoder, Opened, load_safely
+from .signature_encoder import (
+    NO_SUBJECT,
+    Encoded,
+    Encoder,
+    Subject,
+    dump_pickle,
+    dump_safely,
+)
 
 COMPILED, PICKLED, SAFE_COMPILED, SAFE, CUSTOM = 1, 2, 3, 4, 5
 _NO_NAMES: tuple[str, ...] = ()
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
-
-
-class Replaced(Protocol):
-    """Replaces objects of some types in one message by numbers."""
-
-    @property
-    def freight(self) -> Sequence[Freight]:
-        """What the upper layer tracks about them."""
-
-    def __call__(self, thing: Any) -> tuple[int, ...]:
-        """The numbers that replace an object."""
-
-    def take_back(self) -> None:
-        """Undo: the message was not sent."""
-
-
-class Restored(Protocol):
-    """Restores such objects from their numbers."""
-
-    @property
-    def waits(self) -> Sequence[Wait]:
-        """What must complete before they may be used."""
-
-    def __call__(self, *numbers: int) -> Any:
-        """The object."""
-
-
-Encoded = tuple[Parcel, Sequence[torch.Tensor], Replaced | None]
-"""A message, its tensors that require grad, and the objects replaced; None if it was compiled."""
-Opened = tuple[Any, Sequence[torch.Tensor], Restored | None]
-"""A message, its tensors that are to require grad, and the objects restored."""
 
 
 class Manner(NamedTuple):
@@ -112,8 +88,8 @@ class Codec:
         self._names = Names()
         self._reducers: dict[type, Reducer] = {}
         self._replaced: frozenset[type] = frozenset()
-        self._replacing: Callable[[int, bool], Replaced] | None = None
-        self._restoring: Callable[[int], Restored] | None = None
+        self._replacing: Replacing | None = None
+        self._restoring: Restoring | None = None
         self._kinds: dict[type, int] = {Call: CALL}
         self._fields: dict[type, GetFields] = {}
         self._types: dict[int, type] = {CALL: Call, RESULT: Result, FAILURE: Failure}
@@ -145,15 +121,20 @@ class Codec:
     def replace(
         self,
         kinds: Iterable[type],
-        replacing: Callable[[int, bool], Replaced],
-        restoring: Callable[[int], Restored],
+        width: int,
+        replacing: Replacing,
+        restoring: Restoring,
     ) -> None:
-        """Replace objects of exactly these types by numbers.
+        """Replace objects of exactly these types by so many numbers.
 
-        Called for each message that is pickled: `replacing(to, is_reply)`, `restoring(sender)`.
+        Called for a message with such objects, or that may have some: `replacing(to, is_reply)`,
+        `restoring(sender)`.
         """
         self._replaced = frozenset(kinds)
         self._replacing, self._restoring = replacing, restoring
+        self._encoders[False].replace(self._replaced, width, replacing)
+        if COMPILED in self._decoders:
+            self._decoders[COMPILED].restore(width, restoring)
 
     def call(self, call: Call, manner: Manner, *, is_traced: bool = False) -> Encoded:
         """Encode a call, or a message of an upper layer that is one.
@@ -245,8 +226,7 @@ class Codec:
         """A message by its signature, if it has one."""
         if devices is not None and devices.moves_cpu:
             return None
-        encoded = self._encoders[manner.plain].encode(kind, subject, values)
-        return None if encoded is None else (*encoded, None)
+        return self._encoders[manner.plain].encode(kind, subject, values, manner.to)
 
     def _tensor_message(
         self, kind: int, message: TensorMessage, manner: Manner
@@ -268,7 +248,7 @@ class Codec:
         """
         decoder = self._decoders.get(frame.encoding)
         if decoder is not None:
-            return (*decoder.decode(frame), None)
+            return decoder.decode(frame, sender)
         loader = self._loaders.get(frame.encoding)
         if loader is None:
             raise self._refusal(frame.encoding)

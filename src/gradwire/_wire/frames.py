@@ -57,6 +57,37 @@ class Wait(Protocol):
         """Wait for its end; raises what went wrong."""
 
 
+class Replaced(Protocol):
+    """Replaces objects of some types in one message by numbers."""
+
+    @property
+    def freight(self) -> Sequence[Freight]:
+        """What the upper layer tracks about them."""
+
+    def __call__(self, thing: Any) -> tuple[int, ...]:
+        """The numbers that replace an object."""
+
+    def take_back(self) -> None:
+        """Undo: the message was not sent."""
+
+
+class Restored(Protocol):
+    """Restores such objects from their numbers."""
+
+    @property
+    def waits(self) -> Sequence[Wait]:
+        """What must complete before they may be used."""
+
+    def __call__(self, *numbers: int) -> Any:
+        """The object."""
+
+
+Replacing = Callable[[int, bool], Replaced]
+"""Begins with a message, given whom it goes to and whether it is a reply."""
+Restoring = Callable[[int], Restored]
+"""Begins with a message, given who sent it."""
+
+
 class Parcel:
     """An encoded message, ready to be sent to any worker.
 

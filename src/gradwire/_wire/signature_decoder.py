@@ -18,7 +18,7 @@ from torch import Tensor
 from ..errors import ProtocolError
 from . import raw_bytes, safe_encoding
 from .dense_tensors import DTYPES, INLINE
-from .frames import Frame, Limits, aligned
+from .frames import Frame, Limits, Restored, Restoring, aligned
 from .messages import FIRST_UPPER, Call, Result, TensorMessage
 from .signature_encoder import (
     LENGTH,
@@ -30,6 +30,8 @@ from .signature_encoder import (
     picker,
 )
 
+Opened = tuple[Any, Sequence[Tensor], Restored | None]
+"""A message, its tensors that are to require grad, and the objects restored, if there are some."""
 Load = Callable[[Any], Any]
 Types = Mapping[int, type]
 Found = Sequence[Any]
@@ -37,8 +39,8 @@ Found = Sequence[Any]
 Values = tuple[Any, ...]
 _Make = Callable[[Found, Any], Tensor]
 """Makes a tensor, of what was found or of the bulk area."""
-_Step = Callable[[Found, Sequence[Tensor], Sequence[Any]], Any]
-"""Gives a value, of what was found, the tensors and other data."""
+_Step = Callable[[Found, Sequence[Tensor], Sequence[Any], Any], Any]
+"""Gives a value, of what was found, the tensors, other data, and what restores objects."""
 
 _MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
 _read_length = LENGTH.unpack_from
@@ -53,12 +55,19 @@ class Decoder:
         self._limits = limits
         self._known: dict[tuple[int, bytes | memoryview], Plan] = {}
         self._learned = 0
+        self._width: int | None = None
+        self._restoring: Restoring | None = None
 
-    def decode(self, frame: Frame) -> tuple[Any, Sequence[Tensor]]:
-        """The message, and its tensors that are to require grad.
+    def restore(self, width: int, restoring: Restoring) -> None:
+        """Restore objects, each of so many numbers."""
+        self._width, self._restoring = width, restoring
+
+    def decode(self, frame: Frame, sender: int = -1) -> Opened:
+        """A message.
 
         Raises:
             ProtocolError: the bytes are malformed.
+            Exception: an object in it cannot be restored.
         """
         body = frame.body
         try:
@@ -69,17 +78,21 @@ class Decoder:
                 frame
             )  # it is new, in memory without a hash, or none
         if plan.fixed is not None and at <= len(body):
-            return plan.build(plan.fixed), ()
+            return plan.build(plan.fixed), (), None
         found = plan.cut(body, at, frame.area)
         data: Sequence[Any] = ()
         if plan.data:
             data = self._load(body[at + plan.inline :])
             if type(data) is not list or len(data) != plan.data:
                 raise ProtocolError("data does not fit its signature")
+        restored = None
+        if plan.restores and self._restoring is not None:
+            restored = self._restoring(sender)
         if not plan.makers:
-            return plan.message(found, (), data), ()
+            return plan.message(found, (), data, restored), (), restored
         tensors = plan.make_tensors(found, frame.area)
-        return plan.message(found, tensors, data), plan.pick(tensors)
+        message = plan.message(found, tensors, data, restored)
+        return message, plan.pick(tensors), restored
 
     def _learn(self, frame: Frame) -> tuple[Plan, int]:
         body = frame.body
@@ -95,7 +108,8 @@ class Decoder:
             raise ProtocolError(f"signature of {end - LENGTH.size} bytes")
         try:
             signature = safe_encoding.loads(key[1], [])
-            plan = Plan(frame.kind, signature, self._types, 2 * self._limits.bulk)
+            most = 2 * self._limits.bulk
+            plan = Plan(frame.kind, signature, self._types, most, self._width)
         except (TypeError, ValueError, LookupError, RuntimeError) as error:
             raise ProtocolError(f"invalid signature: {error}") from error
         self._learned += length
@@ -120,12 +134,20 @@ class Plan:
         "inline",
         "makers",
         "pick",
+        "restores",
     )
 
     def __init__(
-        self, kind: int, signature: Any, types: Types, most_bytes: int
+        self,
+        kind: int,
+        signature: Any,
+        types: Types,
+        most_bytes: int,
+        width: int | None,
     ) -> None:
         """`most_bytes`: of large tensors, and of copies of tensors that came once.
+
+        `width`: how many numbers an object is restored from; None: there are no such objects.
 
         Raises:
             TypeError, ValueError, ProtocolError: the signature is invalid.
@@ -136,7 +158,7 @@ class Plan:
         target, keywords, modes, specs = signature
         if type(specs) is not tuple:
             raise TypeError("no tuple of specs")
-        compiler = _Compiler(specs, copies=target is TENSOR_MESSAGE)
+        compiler = _Compiler(specs, width, copies=target is TENSOR_MESSAGE)
         if compiler.bulk + compiler.copied > most_bytes:
             raise ProtocolError(f"tensors of {compiler.bulk + compiler.copied} bytes")
         inline = compiler.layout()
@@ -151,6 +173,7 @@ class Plan:
         if target is TENSOR_MESSAGE and len(specs) == len(self.makers) + 1:
             self._count = compiler.count
         self.data = compiler.data  # how many values are other data
+        self.restores = compiler.restores
         self.build = _builder(kind, (target, keywords, modes), specs, types)
         """Makes the message of its values."""
         self.fixed = specs if all(spec is None for spec in specs) else None
@@ -181,26 +204,34 @@ class Plan:
             raise ProtocolError(f"tensor cannot be made here: {error}") from error
 
     def message(
-        self, found: Found, tensors: Sequence[Tensor], data: Sequence[Any]
+        self,
+        found: Found,
+        tensors: Sequence[Tensor],
+        data: Sequence[Any],
+        restored: Restored | None,
     ) -> Any:
         """The message."""
         if self._steps is None:
             return self.build(tuple(tensors))
         if self._count is not None:
             return self.build((found[: self._count], *tensors))
-        return self.build(tuple([step(found, tensors, data) for step in self._steps]))
+        steps = self._steps
+        return self.build(tuple([s(found, tensors, data, restored) for s in steps]))
 
 
 class _Compiler:
     """What the specs of a signature say, so far."""
 
-    def __init__(self, specs: Values, *, copies: bool) -> None:
+    def __init__(self, specs: Values, width: int | None, *, copies: bool) -> None:
         self.are_tensors = True
         """Whether all values are tensors, each there once."""
         self.traced: list[int] = []  # which tensors are to require grad
         self.bulk = 0  # bytes of large tensors
         self.copied = 0  # bytes of copies
         self.data = 0
+        self.restores = False
+        """Whether objects are to be restored."""
+        self._width = width
         self._copies = copies
         self.count = 0
         self._number_layout = ""
@@ -239,7 +270,7 @@ class _Compiler:
             return self._tensor(*spec)
         self.are_tensors = False
         if spec is None:
-            return lambda found, tensors, data: None
+            return lambda found, tensors, data, restored: None
         if type(spec) is int:
             return self._repeated(spec)
         if type(spec) is tuple:
@@ -250,17 +281,22 @@ class _Compiler:
         at, layout = self.count, NUMBERS[spec]
         self.count += 1
         self._number_layout += layout
-        return lambda found, tensors, data: found[at]
+        return lambda found, tensors, data, restored: found[at]
 
     def _several(self, spec: tuple[Any, ...], depth: int) -> _Step:
-        if spec[0] == "i":
-            _, count = spec
+        if spec[0] in ("i", "r"):
+            what, count = spec
             if type(count) is not int or not 0 <= count <= 1 << 20:
                 raise TypeError("no number of numbers")
             at, end = self.count, self.count + count
             self.count = end
             self._number_layout += f"{count}q"
-            return lambda found, tensors, data: found[at:end]
+            if what == "i":
+                return lambda found, tensors, data, restored: found[at:end]
+            if count != self._width:
+                raise ProtocolError(f"object of {count} numbers")
+            self.restores = True
+            return lambda found, tensors, data, restored: restored(*found[at:end])
         if spec[0] == "{":
             _, keys, inner = spec
             if type(keys) is not tuple or any(type(key) is not str for key in keys):
@@ -277,9 +313,9 @@ class _Compiler:
         if not 0 <= number < len(self._tensors):
             raise ProtocolError(f"tensor {number} before it is there")
         if not self._copies:
-            return lambda found, tensors, data: tensors[number]
+            return lambda found, tensors, data, restored: tensors[number]
         self.copied += self._tensors[number][2]
-        return lambda found, tensors, data: tensors[number].clone()
+        return lambda found, tensors, data, restored: tensors[number].clone()
 
     def _tensor(self, code: int, shape: Any, grad: Any, offset: Any) -> _Step:
         if type(grad) is not bool or type(offset) is not int:
@@ -305,7 +341,7 @@ class _Compiler:
             if self._copies or not (dtype.is_floating_point or dtype.is_complex):
                 raise ProtocolError(f"tensor of {dtype} that requires grad")
             self.traced.append(number)
-        return lambda found, tensors, data: tensors[number]
+        return lambda found, tensors, data, restored: tensors[number]
 
 
 def _builder(
@@ -425,7 +461,7 @@ def _large(dtype: torch.dtype, shape: Any, count: int, offset: int) -> _Make:
 
 
 def _from_data(index: int) -> _Step:
-    return lambda found, tensors, data: data[index]
+    return lambda found, tensors, data, restored: data[index]
 
 
 def _to_list(steps: list[_Step]) -> _Step:

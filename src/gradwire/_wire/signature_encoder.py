@@ -17,11 +17,13 @@ signature is raw: numbers, small tensors, then other plain data.
     "d"                           other plain data
     (dtype, shape, grad, offset)  a tensor; offset: where in the bulk area, -1 if it is in the body
     n ≥ 0                         the very tensor that is the n-th of the message
+    ("r", count)                  an object that so many ints replace, among the numbers
     ("[", specs), ("(", specs)    a list, a tuple
     ("{", keys, specs)            a dict
 
-Values are contiguous CPU tensors, each with a storage of its own, None, small plain data, and
-lists, tuples and dicts of these. All else goes the general way (`codec.py`): `encode` returns None.
+Values are contiguous CPU tensors, each with a storage of its own, None, small plain data, objects
+that are replaced by numbers (references), and lists, tuples and dicts of these with tensors in
+them. All else goes the general way (`codec.py`): `encode` returns None.
 """
 
 from __future__ import annotations
@@ -39,8 +41,8 @@ from torch import Tensor, strided
 
 from . import raw_bytes, safe_encoding
 from .dense_tensors import DTYPE_CODES, INLINE, is_plain
-from .frames import Limits, Parcel, Piece, aligned
-from .messages import TensorMessage
+from .frames import Limits, Parcel, Piece, Replaced, Replacing, aligned
+from .messages import RESULT, TensorMessage
 
 Subject = tuple[str | bool | None, tuple[str, ...], tuple[Any, ...] | None]
 """Target, keyword names and modes of a signature."""
@@ -51,6 +53,8 @@ _OF_TENSORS: Subject = (TENSOR_MESSAGE, (), None)
 
 Pick = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 """Finds the tensors that require grad among those of a message."""
+Encoded = tuple[Parcel, Sequence[Tensor], Replaced | None]
+"""A message, its tensors that require grad, and the objects replaced, if there may be some."""
 Dump = Callable[[Any], bytes]
 _Read = Callable[[int], "Array[c_char]"]
 
@@ -97,15 +101,30 @@ class Known:
 class _Contents:
     """What is in the values of a message."""
 
-    __slots__ = ("data", "key", "numbers", "storages", "tensors")
+    __slots__ = (
+        "_replaced",
+        "_width",
+        "data",
+        "key",
+        "numbers",
+        "storages",
+        "tensors",
+        "things",
+    )
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(
+        self, subject: Subject, replaced: frozenset[type] = frozenset(), width: int = 0
+    ) -> None:
         self.key: list[Any] = [subject]
         """What it has in common with others of its signature."""
         self.tensors: list[Tensor] = []
         self.storages: set[int] = set()  # where their memory begins
         self.numbers: list[int | float] = []
         self.data: list[Any] = []
+        self.things: dict[int, Any] = {}
+        """Objects to be replaced, by where among the numbers theirs begin."""
+        self._replaced = replaced
+        self._width = width
 
     def look(self, values: Sequence[Any], depth: int = 0) -> bool:
         """Look at values; False: they have to go the general way.
@@ -128,6 +147,12 @@ class _Contents:
             elif kind is float or (kind is int and value in _INTS):
                 key.append("f" if kind is float else "i")
                 self.numbers.append(value)
+            elif kind in self._replaced:
+                if any(value is thing for thing in self.things.values()):
+                    return False  # twice the same one: it stays one in a pickle only
+                key.append(f"r{self._width}")
+                self.things[len(self.numbers)] = value
+                self.numbers += (0,) * self._width
             elif kind is tuple and value and type(value[0]) is Tensor:
                 if depth == MAX_DEPTH or not self._look_into(value, depth + 1):
                     return False
@@ -161,6 +186,15 @@ class _Contents:
         # Lists without tensors may be there twice, as one: they stay so in a pickle only.
         return self.look(items, depth) and len(self.tensors) > before
 
+    def replace(self, replaced: Replaced) -> None:
+        """Fill in the numbers of objects."""
+        try:
+            for at, thing in self.things.items():
+                self.numbers[at : at + self._width] = replaced(thing)
+        except BaseException:
+            replaced.take_back()
+            raise
+
     def find_repeated(self, least: int = 0) -> bool:
         """Find the tensors that are there twice, as one, and have `least` bytes.
 
@@ -192,24 +226,30 @@ class Encoder:
         self._dump = dump
         self._limits = limits
         self._known: dict[tuple[Any, ...], Known] = {}
+        self._replaced: frozenset[type] = frozenset()
+        self._width = 0
+        self._replacing: Replacing | None = None
+
+    def replace(self, kinds: frozenset[type], width: int, replacing: Replacing) -> None:
+        """Replace objects of exactly these types by so many numbers."""
+        self._replaced, self._width, self._replacing = kinds, width, replacing
 
     def encode(
-        self, kind: int, subject: Subject, values: Sequence[Any]
-    ) -> tuple[Parcel, Sequence[Tensor]] | None:
-        """The message, and its tensors that require grad.
-
-        None: it has to go the general way.
+        self, kind: int, subject: Subject, values: Sequence[Any], to: int = -1
+    ) -> Encoded | None:
+        """A message; None: it has to go the general way.
 
         Raises:
             ValueError: it is larger than the limits.
+            Exception: an object in it cannot be replaced.
         """
         if not values or (
             len(values) == 1 and values[0] is None
         ):  # as so many calls and results
             known = self._known.get((subject, *values))
             if known is not None:
-                return Parcel(kind, self._encoding, known.prefix), ()
-        contents = _Contents(subject)
+                return Parcel(kind, self._encoding, known.prefix), (), None
+        contents = _Contents(subject, self._replaced, self._width)
         try:
             if not contents.look(values):
                 return None
@@ -218,7 +258,7 @@ class Encoder:
         shared = len(contents.storages) < len(contents.tensors)
         if shared and not contents.find_repeated():
             return None  # shared storages stay shared the general way
-        return self._put(kind, contents)
+        return self._put(kind, contents, to)
 
     def encode_tensors(self, kind: int, message: TensorMessage) -> Parcel | None:
         """A `TensorMessage`, also as a result; or None, as `encode`."""
@@ -238,9 +278,7 @@ class Encoder:
         encoded = self._put(kind, contents)
         return encoded and encoded[0]
 
-    def _put(
-        self, kind: int, contents: _Contents
-    ) -> tuple[Parcel, Sequence[Tensor]] | None:
+    def _put(self, kind: int, contents: _Contents, to: int = -1) -> Encoded | None:
         key = tuple(contents.key)
         known = self._known.get(key) or self._learn(key, contents.tensors)
         if known is None:
@@ -265,7 +303,14 @@ class Encoder:
         parcel = Parcel(kind, self._encoding, b"".join(parts))
         if not known.is_small or contents.data:
             parcel.with_bulk(large, known.bulk_length).check(self._limits)
-        return parcel, known.pick(tensors)
+        if not contents.things or self._replacing is None:
+            return parcel, known.pick(tensors), None
+        # Last, when nothing else can go wrong: the upper layer begins to track them.
+        replaced = self._replacing(to, kind == RESULT)
+        contents.replace(replaced)
+        parts[1] = known.write(*contents.numbers)
+        parcel.body = b"".join(parts)
+        return parcel, known.pick(tensors), replaced
 
     def _learn(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Known | None:
         known = _describe(key, tensors, self._limits)
@@ -390,8 +435,8 @@ def _specs(
         elif entry in NUMBERS:
             specs.append(entry)
             layout.append(NUMBERS[entry])
-        elif entry[0] == "i":
-            specs.append(("i", int(entry[1:])))
+        elif entry[0] in "ir":
+            specs.append((entry[0], int(entry[1:])))
             layout.append(f"{entry[1:]}q")
         else:
             items = _specs(entries, of_tensors, layout, int(entry[1:]))
