@@ -47,27 +47,6 @@ class Directory(Protocol):
     def was_here(self, name: str) -> bool: ...
 
 
-class _Nobody:
-    """The directory of a world of fixed size: no worker joins later."""
-
-    def find(self, name: str) -> Card | None:
-        return None
-
-    def card(self, number: int) -> Card | None:
-        return None
-
-    def was_here(self, name: str) -> bool:
-        return False
-
-
-def _run_anyway(context: Any, handler: Handler, sender: int, message: Any) -> Any:
-    return handler(sender, message)
-
-
-def _ignore(context: int, sender: int) -> None:
-    """Where there are no contexts, none ends."""
-
-
 class Agent:
     """Calls from and to one worker."""
 
@@ -87,7 +66,8 @@ class Agent:
         self.gone: Event[WorkerInfo] = Event("gone")
         self.shut_out: Event[tuple[str, str]] = Event("refused")
         """Strangers: where they came from, and why they were not let in."""
-        self.directory: Directory = _Nobody()
+        self.directory: Directory | None = None
+        """None in a world of fixed size: no worker joins later."""
         self.caller = Caller(
             card.id,
             options=options,
@@ -102,8 +82,8 @@ class Agent:
         self._runner = runner
         self._handlers: dict[type, Handler] = {Call: runner.run}
         self._patient: set[type] = set()
-        self._in_context: InContext = _run_anyway
-        self._end_context: EndContext = _ignore
+        self._in_context: InContext | None = None
+        self._end_context: EndContext | None = None
         self._peers: dict[int, Peer] = {}
         self._closed = False
         self.before_each: Callable[[], object] | None = None
@@ -148,13 +128,17 @@ class Agent:
         return self._peers[card.id]
 
     def _look_up(self, to: str | int | WorkerInfo) -> Card | None:
+        if self.directory is None:
+            return None
         if isinstance(to, str):
             return self.directory.find(to)
         return self.directory.card(to if isinstance(to, int) else to.id)
 
     def _was_here(self, to: str | int | WorkerInfo) -> bool:
         """Whether a worker that this one has never seen was in the world once."""
-        return isinstance(to, str) and self.directory.was_here(to)
+        if self.directory is None or not isinstance(to, str):
+            return False
+        return self.directory.was_here(to)
 
     def watch_over_all(self) -> None:
         """Connect to every worker, so that the loss of any of them is noticed."""
@@ -164,7 +148,7 @@ class Agent:
 
     def _introduced(self, worker: int) -> Peer | None:
         """Look up a new worker whose first request came before the news that it joined."""
-        card = self.directory.card(worker)
+        card = self._look_up(worker)
         if card is not None:
             self.add_member(card)
         return self._peers.get(worker)
@@ -266,7 +250,7 @@ class Agent:
             if frame.waits:
                 after(frame, message)
             handler = self._handlers[type(message)]
-            if frame.context is None:
+            if frame.context is None or self._in_context is None:
                 value = handler(sender, message)
             else:
                 value = self._in_context(frame.context, handler, sender, message)
@@ -281,7 +265,9 @@ class Agent:
         message = value = None  # their memory is free before the response goes
         if parcel is not None and not self._closed:
             respond(parcel)  # if closed, that we have left is the answer
-        if frame.over:  # whoever asked need not wait for that
+        if (
+            frame.over and self._end_context is not None
+        ):  # whoever asked need not wait for that
             self._end_context(frame.over, sender)
 
     def complete(self, sender: int, frame: Frame) -> None:

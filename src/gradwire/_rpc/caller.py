@@ -309,20 +309,16 @@ class Caller:
         try:
             limit = None if deadline == _FOR_EVER else deadline
             self._transport.post(peer.card, call, parcel, limit)
-        except GradwireError as error:
-            self._fail(call, error)
-        except TimeoutError as error:
+        except (GradwireError, TimeoutError) as error:
             with self._lock:
                 pending = self._calls.answered(call)
-            if pending is not None:
+            if pending is None:
+                return
+            if isinstance(error, GradwireError):
+                fail(pending, error)
+            else:
                 why = why_not_connected(error)
                 fail(pending, too_late(pending, self.timeout_error, why))
-
-    def _fail(self, call: int, error: Exception) -> None:
-        with self._lock:
-            pending = self._calls.answered(call)
-        if pending is not None:
-            fail(pending, error)
 
     def _wait_for(self, future: CallFuture, deadline: float | None) -> None:
         """Wait until a future is done, or the deadline."""
