@@ -56,7 +56,7 @@ WIRE ?= 24
 fuzz-wire: .venv/.test
 	GRADWIRE_FUZZ=$(WIRE) $(PYTEST) -m fuzz --timeout=1800 \
 		tests/wire/test_mutated_frames.py tests/wire/test_safe_encoding.py \
-		tests/transport/test_mutated_handshakes.py
+		tests/transport/test_mutated_handshakes.py tests/autograd/test_messages.py
 
 clean:
 	rm -rf .venv .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist

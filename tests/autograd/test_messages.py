@@ -1,5 +1,8 @@
 """What workers say to each other in passes, as it is packed and read."""
 
+import random
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -133,3 +136,38 @@ def test_links_to_tensors_that_there_are_not_are_refused(linked: list[int]) -> N
 def test_answers_that_are_none_are_refused(answer: Any) -> None:
     with pytest.raises(ProtocolError, match="makes no sense"):
         messages.unpack(answer, 0)
+
+
+NUMBERS = [0, 1, 2, 3, 5, 100, 1 << 31, 1 << 62, (1 << 63) - 1, -1, -(1 << 63)]
+
+
+def changed(numbers: Sequence[int], chance: random.Random) -> list[int]:
+    """Other numbers, some of them large; fewer or more of them."""
+    found = list(numbers)
+    for _ in range(chance.randint(1, 4)):
+        at = chance.randrange(len(found) + 1)
+        kind = chance.randrange(4)
+        if kind == 0:
+            del found[at:]
+        elif kind == 1:
+            found[at:at] = found[at : at + chance.randint(1, 4)]
+        elif at < len(found):
+            found[at] = chance.choice(NUMBERS) if kind == 2 else found[at] + 1
+    return found
+
+
+def test_mutated_requests_and_answers_are_read_or_refused(fuzz_seed: int) -> None:
+    chance = random.Random(fuzz_seed)
+    for _ in range(2500):
+        flags = chance.choice((0, CREATE))
+        full = messages.request(HEADER._replace(flags=flags), load())
+        answer = messages.pack(Answer(load(), {3: 1}), flags)
+        some = full.tensors[: chance.randint(0, len(full.tensors))]
+        for tensors in (full.tensors, some):
+            with suppress(ProtocolError):
+                numbers = changed(full.numbers, chance)
+                _, found = messages.read_request(PassRequest(numbers, tensors))
+                assert sum(len(d.gradients) for d in found.deliveries) == len(tensors)
+            with suppress(ProtocolError):
+                numbers = changed(answer.numbers, chance)
+                messages.unpack(TensorMessage(numbers, tensors), flags)

@@ -18,6 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from gradwire._autograd import messages as passes
+from gradwire._rpc import messages as calls
+from gradwire._rref import messages as rref
 from gradwire._transport.framed_socket import FrameReader
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import dense_tensors, safe_encoding
@@ -69,11 +72,32 @@ class Numbered:
         pass
 
 
+UPPER = [
+    Note("t", [1, {"a": b"b"}]),
+    rref.Create("module:function", (1, torch.ones(2)), {}, None, (1 << 40 | 1,)),
+    rref.CreateNow("method", (), {"x": 1}, None, (1 << 40 | 2, 1 << 40 | 1, 0)),
+    rref.Invoke("method", (None,), {}, None, (1 << 40 | 1, 1 << 40 | 1)),
+    rref.Fetch(1 << 40 | 1, 1 << 40 | 1, "value"),
+    rref.Adopt(1 << 40 | 1, 2 << 40 | 1),
+    rref.Notes([(1, 2), (3, 4)], [5, 6], [(7, "why")]),
+    rref.Recall(1, 2 << 40 | 1, 3),
+    passes.PassRequest([1 << 48 | 1, 2, 0, 0, 2, 1, 0, 0, 5, 1], [torch.ones(2)]),
+    passes.Abort(1 << 48 | 1, 2, (1, "ValueError", "why", "trace", None, ())),
+    passes.Release((1 << 48 | 1, 1 << 48 | 2)),
+    passes.Claim((1 << 48 | 1,)),
+    calls.Greeting(),
+    calls.Gather("user/1", [1, "x"]),
+    calls.Devices(("cuda:0", "cpu")),
+]
+"""One of each kind that there is."""
+
+
 def new_codec(*, plain_only: bool) -> Codec:
     codec = Codec(LIMITS, plain_only=plain_only)
-    codec.register(16, Note)
     made = Numbered()
     codec.replace((Numbered,), WIDTH, lambda to, is_reply: made, lambda sender: made)
+    for kind, message in enumerate(UPPER, 64):
+        codec.register(kind, type(message))
     return codec
 
 
@@ -105,6 +129,9 @@ def parcels() -> Iterator[Parcel]:
         yield codec.call(Call(torch.add, args, {"out": Numbered()}, None), PICKLE)
     yield codec.result(Numbered(), PICKLE)
     for manner in (PLAIN, PICKLE):
+        for message in UPPER:
+            pack = codec.call if isinstance(message, Call) else codec.message
+            yield pack(message, manner)
         yield codec.failure(ValueError("why"), manner)
     yield from (Parcel(PING, 0, b""), Parcel(GOODBYE, 0, b""))
 

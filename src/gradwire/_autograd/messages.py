@@ -6,6 +6,7 @@ that is missing is None among the tensors.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -240,7 +241,7 @@ def _take(facts: Sequence[int], at: int, flat: Sequence[Any], flags: int) -> Loa
 
 
 def _some(rest: Iterator[int], count: int) -> list[int]:
-    found = [*islice(rest, max(count, 0))]
+    found = [*islice(rest, min(max(count, 0), sys.maxsize))]
     if len(found) != count:
         raise ProtocolError("a message of a backward pass ends too early")
     return found
