@@ -99,6 +99,17 @@ def test_what_is_local_is_compared_with_plain_torch() -> None:
     )
 
 
+def test_tls_is_compared_with_plain_tcp() -> None:
+    found: Samples = {
+        "send 64 MB": {
+            "gradwire, TCP": [{"median": 10e-3}],
+            "gradwire, TLS": [{"median": 16e-3}],
+        }
+    }
+    text = shown(summarize(found))
+    assert "gradwire, TLS: send 64 MB: 62% of the throughput of plain TCP" in text
+
+
 @pytest.mark.parametrize(
     ("ours", "cell"), [(24e-3, f"{GREEN}+20 %"), (26e-3, f"{RED}+30 %")]
 )
@@ -144,7 +155,8 @@ def test_rivals_are_measured_where_they_are_installed(
     monkeypatch.setattr(ray_monarch, "find_spec", lambda package: package == "ray")
     assert available()[-1] == "Ray"
     monkeypatch.setattr(ray_monarch, "find_spec", lambda package: None)
-    assert available() == ["torch", "torch, huge pages", "gradwire", "gradwire, TCP"]
+    ours = ["gradwire", "gradwire, TCP", "gradwire, TLS"]
+    assert available() == ["torch", "torch, huge pages", *ours]
 
 
 @pytest.mark.slow

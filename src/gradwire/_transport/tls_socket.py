@@ -167,8 +167,7 @@ class TlsSocket:
             if not self._unsent:
                 piece = memoryview(data).cast("B")[:_SENT]
                 with self._lock:
-                    for at in range(0, len(piece), _RECORD):
-                        self._tls.write(piece[at : at + _RECORD])
+                    self._tls.write(piece)
                     self._unsent = memoryview(self._out.read())
                 self._taken = len(piece)
             while self._unsent:

@@ -16,6 +16,7 @@ from .ways import BASE
 _COLOURS = {
     "gradwire": "#1f5fbf",
     "gradwire, TCP": "#8db4ec",
+    "gradwire, TLS": "#5fa88d",
     "torch, huge pages": "#b8b8b8",
     "Ray": "#e08a3c",
     "Monarch": "#7a55a8",

@@ -135,7 +135,17 @@ def _remarks(summary: dict[str, Any]) -> list[str]:
                 lines.append(
                     f"{way}: {task}: {row['cpu'] * 1e6:.0f} µs of CPU, both ends"
                 )
+        lines += _tls_beside_plain(task, rows)
     return lines
+
+
+def _tls_beside_plain(task: str, rows: dict[str, Any]) -> list[str]:
+    """How much of what TCP does is left with TLS, where much is sent."""
+    plain, tls = rows.get("gradwire, TCP"), rows.get("gradwire, TLS")
+    if not (plain and tls and task.endswith("MB")):
+        return []
+    share = plain["median"] / tls["median"]
+    return [f"gradwire, TLS: {task}: {share:.0%} of the throughput of plain TCP"]
 
 
 def _beside_local(task: str, way: str, row: dict[str, float]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 from . import ray_monarch
 from .library import VARIABLE
@@ -15,6 +16,7 @@ WAYS: dict[str, dict[str, str]] = {
     "torch, huge pages": {"THP_MEM_ALLOC_ENABLE": "1"},
     "gradwire": {},
     "gradwire, TCP": {"GRADWIRE_UNIX_SOCKETS": "0"},
+    "gradwire, TLS": {"GRADWIRE_UNIX_SOCKETS": "0", "GRADWIRE_TLS": "1"},
     "Ray": {},
     "Monarch": {},
 }
@@ -22,7 +24,10 @@ WAYS: dict[str, dict[str, str]] = {
 
 def available() -> list[str]:
     """The ways that can be measured here."""
-    return [way for way in WAYS if way[0].islower()] + ray_monarch.installed()
+    ours = [way for way in WAYS if way[0].islower()]
+    if find_spec("cryptography") is None:  # nothing else makes certificates
+        ours.remove("gradwire, TLS")
+    return ours + ray_monarch.installed()
 
 
 def is_known(way: str) -> bool:
