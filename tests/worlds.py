@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 LIMIT = 60.0
 """Seconds after which what a test waits for will not come any more."""
-SOON = 10.0
+SOON = 30.0
 """Seconds that even a busy machine does not need for what does not wait for a timeout."""
 
 

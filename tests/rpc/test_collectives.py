@@ -112,6 +112,8 @@ def test_a_gathering_keeps_the_part_of_a_worker_lost_since() -> None:
     with World(3) as world:
         with pytest.raises(gw.CallTimeout):
             world[2].all_gather("last words", timeout=0.01)
+        gatherings = world[0]._collectives._gatherings._open.values()
+        wait_until(lambda: any(2 in gathering.parts for gathering in [*gatherings]))
         world.kill(2)
         results: list[Any] = []
         with meanwhile(lambda: results.append(world[1].all_gather(1))):
@@ -282,7 +284,9 @@ def test_a_lost_worker_fails_all_that_wait_for_it_and_nobody_else(
     with holding() as hold:
         other = world[0].rpc_async("worker2", held, ("fine",))
         with meanwhile(wait_in_vain, wait_in_vain):
-            wait_until(lambda: in_flight(world[0]) == "6 calls in flight")
+            # All have been sent: who begins to call a worker that is gone hears something else.
+            wait_until(lambda: world[1].statistics()["calls_run"] == 8)
+            assert in_flight(world[0]) == "6 calls in flight"
             world.kill(1)
         for future in doomed:
             with pytest.raises(gw.WorkerLostError, match="lost worker 'worker1'"):

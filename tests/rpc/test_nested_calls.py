@@ -20,6 +20,7 @@ import gradwire as gw
 from gradwire.worker import Worker
 from tests.worlds import (
     LIMIT,
+    SOON,
     close_world,
     open_world,
     socket_world,
@@ -33,8 +34,6 @@ MANNERS: dict[str, dict[str, Any]] = {
     "unix": {"shared_memory": False},
     "tcp": {"unix_sockets": False},
 }
-SOON = 2.0
-"""Seconds: far more than it takes, far less than what else would end the wait."""
 
 
 class Gate:
@@ -73,6 +72,11 @@ def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
 def pair() -> Iterator[list[Worker]]:
     with socket_world(2) as world:
         yield world
+
+
+def connect(workers: list[Worker]) -> None:
+    """Open the connections for nested calls: on these, a request goes out in any time."""
+    assert workers[0].rpc_sync("worker1", descend, (6,)) == 6
 
 
 def leased(worker: Worker) -> list[Any]:
@@ -269,6 +273,7 @@ def test_a_call_back_is_run_while_the_caller_does_something_else(
 def test_an_answer_comes_at_once_though_what_was_given_up_still_runs(
     workers: list[Worker],
 ) -> None:
+    connect(workers)
     start = time.monotonic()
     assert workers[0].rpc_sync("worker1", give_up, ("slow",)) == "gave up"
     assert time.monotonic() - start < SOON
@@ -295,6 +300,7 @@ def give_up_on_a_caller() -> str:
 def test_who_was_given_up_can_still_call_while_nobody_waits_for_it(
     workers: list[Worker],
 ) -> None:
+    connect(workers)
     end = at_same_time(lambda: workers[0].rpc_sync("worker1", give_up_on_a_caller))
     assert GATES["outer"].entered.wait(SOON)  # T computes, and reads nothing
     GATES["inner"].opened.set()
@@ -324,6 +330,7 @@ def call_back_twice() -> None:
 def test_a_caller_that_gives_up_does_not_stop_what_it_began(
     workers: list[Worker],
 ) -> None:
+    connect(workers)
     gate = GATES["first"]
     start = time.monotonic()
     with pytest.raises(gw.CallTimeout):
@@ -372,8 +379,8 @@ def test_all_give_up_from_the_inside_out(workers: list[Worker]) -> None:
     for timeout in (0.01, 0.05):
         said = workers[0].rpc_sync("worker1", give_up_in_turn, (4, timeout))
         assert said == "gave up"
-    for gate in list(GATES.values()):
-        gate.opened.set()
+    for name in ("deep", "deepest"):  # some may come there only now
+        GATES[name].opened.set()
     wait_until(lambda: not owed(workers[0]))
     assert workers[0].rpc_sync("worker1", descend, (6,)) == 6
 
@@ -475,6 +482,7 @@ def test_garbage_inside_a_call_ends_it(pair: list[Worker]) -> None:
     assert "WorkerLostError" in repr(ended())  # or heard of it from the level inside
     wait_until(lambda: "level 1" in SEEN, limit=SOON)
     assert isinstance(SEEN["level 1"], gw.WorkerLostError)
+    GATES["end"].opened.set()
 
 
 # All at once

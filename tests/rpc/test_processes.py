@@ -4,9 +4,11 @@ The test itself is worker0 where that is possible; the other workers only serve.
 """
 
 import importlib
+import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire.worker import Worker
 from tests.processes import Processes
 from tests.worlds import LIMIT, SOON, free_port, together, wait_until
 
@@ -118,33 +121,32 @@ def linger(mark: str) -> None:
     time.sleep(60)
 
 
-def compute(seconds: float) -> str:
-    """Use the GIL for that long, as Python code does."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        pass
+def compute(mark: str, end: str) -> str:
+    """Say that we are here, then use the GIL until told to end, as Python code does."""
+    Path(mark).touch()
+    while not Path(end).exists():
+        for _ in range(100_000):
+            pass
     return "done"
 
 
 class Outcome:
-    """How a call ended, and when; made in a thread of its own."""
+    """How a call ended; made in a thread of its own."""
 
     def __init__(self, call: Any) -> None:
         self._call = call
+        self.error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)
         self._thread.start()
-        self.error: BaseException | None = None
-        self.ended_at = 0.0
 
     def _run(self) -> None:
         try:
             self._call()
         except Exception as error:  # noqa: BLE001 the test looks at it
             self.error = error
-        self.ended_at = time.monotonic()
 
     def wait(self) -> None:
-        self._thread.join(LIMIT)
+        self._thread.join(SOON)
         assert not self._thread.is_alive(), "it hangs"
 
 
@@ -152,7 +154,9 @@ class Outcome:
 def test_what_waits_for_a_killed_worker_fails_at_once(
     processes: Processes, tmp_path: Path, unix_sockets: bool
 ) -> None:
-    options = {"unix_sockets": unix_sockets}
+    # Nobody is lost for being silent, and no call for taking long.
+    options = {"unix_sockets": unix_sockets, "timeout": 0.0}
+    options |= {"heartbeat": 0.0, "host_heartbeat": 0.0}
     friend, victim = (processes.serve(rank, 3, **options) for rank in (1, 2))
     with processes.world(3, **options) as worker:
         lost = threading.Event()
@@ -170,13 +174,11 @@ def test_what_waits_for_a_killed_worker_fails_at_once(
             ),
         ]
         wait_until(lambda: all(mark.exists() for mark in marks))
-        killed_at = time.monotonic()
         victim.kill()
         for outcome in outcomes:
             outcome.wait()
             assert isinstance(outcome.error, gw.WorkerLostError)
             assert outcome.error.worker == "worker2"
-            assert outcome.ended_at - killed_at < 1.0
         assert lost.wait(LIMIT)
         with pytest.raises(gw.WorkerLostError, match="lost worker 'worker2'"):
             worker.rpc_sync("worker2", max, (1, 2))
@@ -222,11 +224,20 @@ def test_a_stopped_worker_is_waited_for_no_longer_than_asked(
         large = torch.zeros(64 << 20, dtype=torch.uint8)
         with pytest.raises(gw.CallTimeout):
             worker.rpc_sync("worker1", torch.numel, (large,), timeout=0.3)
-        assert time.monotonic() - start < 3.0
+        assert time.monotonic() - start < SOON
         server.go_on()
         assert worker.rpc_sync("worker1", max, (1, 2)) == 2
         assert worker.rpc_async("worker1", max, (1, 2)).wait() == 2
     assert server.wait() == 0
+
+
+def be_impatient(worker: Worker, beat: float) -> None:
+    """From now on, count those as lost that are silent for that long.
+
+    Not before: on a busy machine those that are well may be silent, too.
+    """
+    transport: Any = worker._transport
+    transport._options = replace(transport._options, host_heartbeat=beat)
 
 
 @pytest.mark.parametrize("is_known", [True, False], ids=["known", "never met"])
@@ -234,8 +245,9 @@ def test_a_worker_that_stays_stopped_is_lost_and_the_error_says_so(
     processes: Processes, tmp_path: Path, is_known: bool
 ) -> None:
     beat = 1.0
-    server = processes.serve(1, 2, host_heartbeat=beat)
-    with processes.world(2, host_heartbeat=beat) as worker:
+    server = processes.serve(1, 2)
+    # That between hosts says how often it looks.
+    with processes.world(2, heartbeat=beat, timeout=0) as worker:
         if is_known:
             mark = str(tmp_path / "mark")
             waiting = [Outcome(lambda: worker.rpc_sync("worker1", linger, (mark,)))]
@@ -243,18 +255,20 @@ def test_a_worker_that_stays_stopped_is_lost_and_the_error_says_so(
             waiting += [Outcome(worker.remote("worker1", linger, (mark,)).to_here)]
             wait_until(Path(mark).exists)
             server.stop()
+            be_impatient(worker, beat)
         else:
             server.wait_for("ready")
             server.stop()
+            be_impatient(worker, beat)
             waiting = [Outcome(lambda: worker.rpc_sync("worker1", max, (1, 2)))]
             waiting += [Outcome(lambda: worker.rpc_async("worker1", max, (1,)).wait())]
-        stopped_at = time.monotonic()
         for outcome in waiting:
             outcome.wait()
             assert isinstance(outcome.error, gw.WorkerLostError)
-            assert "nothing heard for 1." in str(outcome.error)
+            said = re.search(r"nothing heard for (\S+) s: it is", str(outcome.error))
+            assert said, outcome.error
+            assert float(said[1]) >= beat
             assert "it is stopped" in str(outcome.error)
-            assert outcome.ended_at - stopped_at < 4 * beat
         server.kill()
 
 
@@ -263,12 +277,12 @@ def test_the_main_thread_that_waits_notices_that_a_worker_is_stopped(
     processes: Processes, glance: float | None
 ) -> None:
     """However often it looks up, that it looks is no sign of life of the other."""
-    server = processes.serve(1, 2, host_heartbeat=1.0)
-    with processes.world(2, host_heartbeat=1.0) as worker:
+    server = processes.serve(1, 2)
+    with processes.world(2, heartbeat=1.0, timeout=0) as worker:
         assert worker.rpc_async("worker1", max, (1, 2)).wait() == 2
         server.stop()
         late = worker.rpc_async("worker1", max, (1, 2))
-        stopped_at = time.monotonic()
+        be_impatient(worker, 1.0)
 
         def is_lost() -> bool:
             try:
@@ -279,15 +293,25 @@ def test_the_main_thread_that_waits_notices_that_a_worker_is_stopped(
                 return True
             raise AssertionError("it has answered")
 
-        wait_until(is_lost)
-        assert time.monotonic() - stopped_at < SOON
+        wait_until(is_lost, SOON)
         server.kill()
 
 
-def test_a_worker_that_only_computes_is_not_lost(processes: Processes) -> None:
-    server = processes.serve(1, 2, host_heartbeat=0.6)
-    with processes.world(2, host_heartbeat=0.6) as worker:
-        assert worker.rpc_sync("worker1", compute, (2.0,)) == "done"
+def test_a_worker_that_only_computes_is_heard_of(
+    processes: Processes, tmp_path: Path
+) -> None:
+    server = processes.serve(1, 2)
+    with processes.world(2, timeout=0) as worker:
+        mark, end = tmp_path / "mark", tmp_path / "end"
+        future = worker.rpc_async("worker1", compute, (str(mark), str(end)))
+        wait_until(mark.exists)
+        connections: Any = worker._transport._out[1]  # type: ignore[attr-defined]
+        for _ in range(5):
+            heard_at = connections.shared.alive_at
+            connections.ping()
+            wait_until(lambda: connections.shared.alive_at > heard_at)  # noqa: B023
+        end.touch()
+        assert future.wait() == "done"
     assert server.wait() == 0
 
 
@@ -315,11 +339,12 @@ def test_a_program_that_forgot_to_shut_down_leaves_quietly(
 
 
 PENDING_SCRIPT = """
-import sys, time
+import sys
 import gradwire as gw
+from tests.rpc.functions import never
 
 gw.init_rpc("worker1", rank=1, world_size=2, init_method=sys.argv[1])
-futures = [gw.rpc_async("worker0", time.sleep, args=(2,)) for _ in range(3)]
+futures = [gw.rpc_async("worker0", never) for _ in range(3)]
 """
 
 
@@ -400,7 +425,7 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_worker_usable(processes: Processes) -
         pressed_at = time.monotonic()
         script.interrupt()
         script.wait_for(f"interrupted {turn}")
-        assert time.monotonic() - pressed_at < 2.0
+        assert time.monotonic() - pressed_at < SOON
     assert script.wait() == 0
 
 

@@ -10,7 +10,7 @@ import pytest
 import gradwire as gw
 from gradwire.testing import World
 from tests.rpc.functions import Boom, boom, never, whoami
-from tests.worlds import in_flight
+from tests.worlds import LIMIT, in_flight
 
 
 @pytest.fixture(params=[None, 1], ids=["fifo", "seed1"])
@@ -236,7 +236,7 @@ def raise_bad_text() -> None:
 
 def test_an_error_without_a_text_arrives_all_the_same(world: World) -> None:
     with pytest.raises((BadText, gw.RemoteError)) as caught:
-        world[0].rpc_sync("worker1", raise_bad_text, timeout=1)
+        world[0].rpc_sync("worker1", raise_bad_text, timeout=LIMIT)
     assert remote_part(caught.value).type_name == "BadText"
 
 
@@ -249,7 +249,7 @@ def test_an_error_too_large_to_send_arrives_shortened() -> None:
         World(2, max_body=50_000) as world,
         pytest.raises(gw.RemoteError, match="Boom: xxx") as caught,
     ):
-        world[0].rpc_sync("worker1", raise_huge, timeout=1)
+        world[0].rpc_sync("worker1", raise_huge, timeout=LIMIT)
     assert len(str(caught.value)) < 50_000
 
 

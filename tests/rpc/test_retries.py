@@ -87,14 +87,18 @@ def test_a_call_waits_for_a_worker_that_was_lost(caller: Worker, store: Store) -
 def test_a_call_under_way_is_made_again(caller: Worker, store: Store) -> None:
     server = join("server", store)
     results: list[object] = []
+
+    def finish_late() -> None:
+        """When the server is gone, but not its thread."""
+        wait_until(lambda: len(caller.get_worker_infos()) == 1)
+        finish.set()
+
     with meanwhile(lambda: results.append(call(caller, slow, 4))):
         assert begun.wait(LIMIT)
-        finish_late = threading.Timer(0.2, finish.set)  # its thread is still there
-        finish_late.start()
-        vanish(server)
+        with meanwhile(finish_late):
+            vanish(server)
         with join("server", store):
             wait_until(lambda: results == [8])
-        finish_late.join()
 
 
 def test_without_retries_left_the_loss_is_raised(caller: Worker, store: Store) -> None:

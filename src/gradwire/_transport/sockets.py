@@ -294,7 +294,7 @@ class SocketTransport:
 
     def _pace(self) -> float:
         beats = (self._options.heartbeat, self._options.host_heartbeat)
-        return min(_TICK, *(beat / 3 for beat in beats if beat))
+        return min([_TICK, *(beat / 3 for beat in beats if beat)])
 
     def _beat(self, link: Connections) -> float:
         """How long a link may be silent; 0 is for ever."""
