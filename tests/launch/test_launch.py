@@ -331,8 +331,10 @@ def nodes(source: str) -> list[subprocess.Popen[str]]:
 
 def test_nodes_make_one_world() -> None:
     started = nodes(WORLD)
-    said = [launcher.communicate(timeout=50)[0] for launcher in started]
-    assert said == ["[worker1] worker1 [2.0, 2.0]\n", "[worker0] worker0 [2.0, 2.0]\n"]
+    said = [launcher.communicate(timeout=50)[0].splitlines() for launcher in started]
+    # On a slow machine, they say which of the others they are waiting for.
+    said = [[line for line in one if "waiting for" not in line] for one in said]
+    assert said == [["[worker1] worker1 [2.0, 2.0]"], ["[worker0] worker0 [2.0, 2.0]"]]
     assert [launcher.returncode for launcher in started] == [0, 0]
 
 

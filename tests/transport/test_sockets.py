@@ -129,7 +129,15 @@ def quiet(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
     assert not [r.getMessage() for r in caplog.records if r.name == "gradwire"]
 
 
-@pytest.mark.usefixtures("quiet")
+@pytest.fixture
+def asked_anew() -> Iterator[None]:
+    """What this system offers is not remembered, neither from before nor for later."""
+    shared_memory.is_available.cache_clear()
+    yield
+    shared_memory.is_available.cache_clear()
+
+
+@pytest.mark.usefixtures("quiet", "asked_anew")
 def test_it_works_where_there_is_no_memfd(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "memfd_create")
     with socket_world(2) as workers:
@@ -140,7 +148,7 @@ def test_it_works_where_there_is_no_memfd(monkeypatch: pytest.MonkeyPatch) -> No
         assert "shared memory" not in repr(link(workers[0]))
 
 
-@pytest.mark.usefixtures("quiet")
+@pytest.mark.usefixtures("quiet", "asked_anew")
 def test_it_works_where_memfd_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
     def forbidden(name: str, flags: int) -> int:
         raise PermissionError(1, "Operation not permitted")

@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from queue import Empty, SimpleQueue
@@ -27,6 +28,7 @@ from .terminal import terminal_kept
 _JOIN = 300.0  # seconds for the first node to come up
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BROKEN_PIPE = 128 + signal.SIGPIPE
+_SCREEN = 40  # lines that are still to be seen
 
 
 def launch(plan: Plan, address: tuple[str, int], timeout: float | None) -> int:
@@ -75,8 +77,8 @@ class _Launch:
         self._stderr_tails = [StderrTail() for _ in team]
         self._held: list[list[str]] | None = None
         """After Ctrl-C: what each worker wrote to standard error."""
-        self._newest: tuple[int, int] = (-1, 0)
-        """The worker whose lines of standard error were shown last, and how many of them."""
+        self._on_screen: deque[int | None] = deque(maxlen=_SCREEN)
+        """By line: the worker to whose standard error it belongs; None: it is another one."""
         self._state = RunState(
             set(range(len(team))),
             most_restarts=plan.restarts,
@@ -132,13 +134,12 @@ class _Launch:
 
     def _said(self, said: Printed) -> None:
         if not said.is_error:
-            self._newest = -1, 0
+            self._on_screen.append(None)
             self._console.show(said.worker, said.line, is_error=False)
             return
         self._stderr_tails[said.worker].add(said.line)
         if self._held is None:
-            worker, count = self._newest
-            self._newest = said.worker, count + 1 if worker == said.worker else 1
+            self._on_screen.append(said.worker)
             self._console.show(said.worker, said.line, is_error=True)
         else:
             self._held[said.worker].append(said.line)
@@ -205,7 +206,8 @@ class _Launch:
         if culprit is not None:
             others = "" if len(self._names) == 1 else ", and so the others were ended"
             lines = self._stderr_tails[culprit].lines()
-            if self._newest[0] == culprit and self._newest[1] >= len(lines) > 0:
+            errors = [worker for worker in self._on_screen if worker is not None]
+            if lines and errors[-len(lines) :] == [culprit] * len(lines):
                 self._console.say(f"{self._verdict()} (see above){others}")
             else:
                 self._console.say(f"{self._verdict()}{others}", lines)
