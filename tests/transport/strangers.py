@@ -47,8 +47,8 @@ def key_of(worker: Worker) -> bytes:
 def shake_hands(
     sock: socket.socket, worker: Worker, purpose: Purpose, me: int = 1
 ) -> None:
-    """Connect as worker `me` to worker 0, as one who knows the key."""
-    hello = new_hello(purpose, me, 0, 12345).to_bytes()
+    """Connect as worker `me` to this worker, as one who knows the key."""
+    hello = new_hello(purpose, me, worker.card.instance, 12345).to_bytes()
     sock.sendall(hello)
     answer = receive_exactly(sock, CHALLENGE_SIZE)
     sock.sendall(prove(key_of(worker), hello, answer))

@@ -70,7 +70,7 @@ def test_a_flood_of_strangers_keeps_no_member_out(
 def test_strangers_that_speak_slowly_keep_no_member_out(workers: list[Worker]) -> None:
     address, over = workers[0].card.tcp, threading.Event()
     assert address is not None
-    hello = new_hello(Purpose.SHARED, 1, 0, 1).to_bytes()
+    hello = new_hello(Purpose.SHARED, 1, workers[0].card.instance, 1).to_bytes()
 
     def dribble() -> None:
         with ExitStack() as stack:

@@ -55,7 +55,7 @@ def test_two_who_know_the_key_let_each_other_in() -> None:
 @given(
     purpose=st.sampled_from(Purpose),
     sender=st.integers(-(1 << 63), (1 << 63) - 1),
-    target=st.integers(-(1 << 63), (1 << 63) - 1),
+    target=st.integers(0, (1 << 64) - 1),
     link=st.integers(0, (1 << 64) - 1),
 )
 def test_a_hello_says_who_connects_to_whom_and_why(

@@ -84,7 +84,7 @@ def test_a_guessed_key_gets_nothing_run_and_nothing_unpickled(
     frame = HEADER.pack(VERSION, CALL, 2, len(body), 1, 0, 0, 0, 0, 0) + body
     for purpose in Purpose:
         with stranger(target) as sock:
-            hello = new_hello(purpose, 1, 0, 12345).to_bytes()
+            hello = new_hello(purpose, 1, target.card.instance, 12345).to_bytes()
             sock.sendall(hello)
             answer = receive_exactly(sock, CHALLENGE_SIZE)
             text = b"connector\0" + hello + answer
@@ -97,7 +97,7 @@ def test_a_guessed_key_gets_nothing_run_and_nothing_unpickled(
 
 def test_a_proof_sent_blindly_is_refused(target: Worker, journal: Journal) -> None:
     with stranger(target) as sock:
-        hello = new_hello(Purpose.SHARED, 1, 0, 12345).to_bytes()
+        hello = new_hello(Purpose.SHARED, 1, target.card.instance, 12345).to_bytes()
         sock.sendall(hello + bytes(PROOF_SIZE) + ANNOUNCED)
         assert is_closed(sock)
     journal.wait_for("does not know this world's key")
@@ -107,7 +107,7 @@ def test_a_recorded_handshake_cannot_be_played_again(
     target: Worker, journal: Journal
 ) -> None:
     with stranger(target) as sock:
-        hello = new_hello(Purpose.LEASED, 1, 0, 12345).to_bytes()
+        hello = new_hello(Purpose.LEASED, 1, target.card.instance, 12345).to_bytes()
         sock.sendall(hello)
         proof = prove(key_of(target), hello, receive_exactly(sock, CHALLENGE_SIZE))
         sock.sendall(proof)
@@ -135,7 +135,7 @@ def test_a_hello_for_another_worker_is_refused(
     target: Worker, journal: Journal
 ) -> None:
     with stranger(target) as sock:
-        hello = new_hello(Purpose.SHARED, 1, 77, 1).to_bytes()
+        hello = new_hello(Purpose.SHARED, 1, target.card.instance ^ 1, 1).to_bytes()
         sock.sendall(hello)
         answer = receive_exactly(sock, CHALLENGE_SIZE)
         with pytest.raises(gw.ProtocolError, match="it refuses: wrong_worker"):
@@ -150,7 +150,9 @@ def test_who_falls_silent_in_the_handshake_is_shut_out(
 ) -> None:
     monkeypatch.setattr(target._transport._acceptor, "patience", 0.1)
     with stranger(target) as sock:
-        sock.sendall(new_hello(Purpose.SHARED, 1, 0, 1).to_bytes()[:said])
+        sock.sendall(
+            new_hello(Purpose.SHARED, 1, target.card.instance, 1).to_bytes()[:said]
+        )
         assert is_closed(sock)
     journal.wait_for("refused a connection: ")
 
@@ -162,7 +164,7 @@ def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
     with stranger(target) as sock:
         start = time.monotonic()
         sock.settimeout(0.1)
-        for byte in new_hello(Purpose.SHARED, 1, 0, 1).to_bytes():
+        for byte in new_hello(Purpose.SHARED, 1, target.card.instance, 1).to_bytes():
             try:
                 sock.sendall(bytes([byte]))
                 if not sock.recv(1):  # paces the bytes; nothing comes in between
@@ -197,7 +199,7 @@ def test_who_hangs_up_right_after_the_handshake_harms_nobody(
     at_once = struct.pack("ii", 1, 0)
     for link in range(20):
         with stranger(target) as sock:
-            hello = new_hello(purpose, 99, 0, link).to_bytes()
+            hello = new_hello(purpose, 99, target.card.instance, link).to_bytes()
             sock.sendall(hello)
             proof = prove(key_of(target), hello, receive_exactly(sock, CHALLENGE_SIZE))
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
@@ -311,7 +313,7 @@ def test_a_message_of_unknown_kind_is_answered_with_a_failure() -> None:
 
 def test_a_second_shared_connection_is_refused(journal: Journal) -> None:
     with member(Purpose.SHARED) as (_, workers), stranger(workers[0]) as second:
-        hello = new_hello(Purpose.SHARED, 2, 0, 12345).to_bytes()
+        hello = new_hello(Purpose.SHARED, 2, workers[0].card.instance, 12345).to_bytes()
         second.sendall(hello)
         answer = receive_exactly(second, CHALLENGE_SIZE)
         second.sendall(prove(key_of(workers[0]), hello, answer))

@@ -50,9 +50,12 @@ class Acceptor:
         endpoint: Endpoint,
         options: Options,
         welcome: Welcome,
+        *,
+        instance: int,
     ) -> None:
         self.credentials = endpoint.credentials
         self.receiver = endpoint.receiver
+        self._instance = instance
         self.poller = endpoint.poller
         self.patience = options.handshake_timeout
         self._places = options.max_strangers
@@ -86,7 +89,7 @@ class Acceptor:
     def judge(self, hello: Hello) -> Verdict:
         if hello.version != VERSION:
             return Verdict.WRONG_VERSION
-        if hello.target != self.credentials.me:
+        if hello.target != self._instance:
             return Verdict.WRONG_WORKER
         return Verdict.CLOSING if self._closed else Verdict.WELCOME
 

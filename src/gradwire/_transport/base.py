@@ -68,6 +68,9 @@ class Card:
     """Equal for workers that run the same script."""
     cores: str = "0"
     """The cores it may run on: bits of a hexadecimal number."""
+    instance: int = 0
+    """Random; of this worker and no other, nor of one that had its name, number or address before:
+    whoever plays an old card again leads nobody to those that are here now."""
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     """By worker, on which of its devices tensors of each of ours arrive."""
 
@@ -94,8 +97,15 @@ class Card:
             int(fields["cores"], 16)
             if not are_names(fields["device_maps"]):
                 raise ValueError("no device maps")
+            fields["instance"].to_bytes(8, "little")
             return cls(**fields)
-        except (ValueError, TypeError, KeyError) as error:
+        except (
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             raise ProtocolError(f"not a worker's card: {data[:200]!r}") from error
 
 

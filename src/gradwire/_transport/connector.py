@@ -226,7 +226,7 @@ class Dialer:
         stream = self._with_tls(sock, limit)
         me, key = self._credentials.me, self._credentials.key
         link = self._link
-        hello = new_hello(purpose, me, self._to.id, link, id_of(key)).to_bytes()
+        hello = new_hello(purpose, me, self._to.instance, link, id_of(key)).to_bytes()
         stream.settimeout(_left(limit))
         stream.sendall(hello)
         answer = receive_exactly(stream, CHALLENGE_SIZE, limit)

@@ -22,10 +22,10 @@ from enum import IntEnum
 
 from ..errors import AuthenticationError, ProtocolError
 
-VERSION = 12
+VERSION = 13
 MAGIC = b"GRADWIRE"
 _TLS = b"\x16\x03"  # what begins a connection with TLS
-_HELLO = struct.Struct("<8sHHIqqQ32s")
+_HELLO = struct.Struct("<8sHHIqQQ32s")
 _HEAD = struct.Struct("<8sHHI32s")  # of the challenge; its MAC follows
 HELLO_SIZE = _HELLO.size
 PROOF_SIZE = 32
@@ -71,6 +71,7 @@ class Hello:
     purpose: Purpose
     sender: int
     target: int
+    """`Card.instance` of the worker that it is for, so that nobody can pass it on to another."""
     link: int
     """Random; the same for all connections of one link."""
     nonce: bytes

@@ -8,6 +8,7 @@ sends to itself goes by a loopback network of its own.
 from __future__ import annotations
 
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Iterator
@@ -50,6 +51,7 @@ class SocketTransport:
         self._options = options
         self._executor = executor
         self._host = addresses.host_identity()
+        self._instance = secrets.randbits(64)
         self._busy_poll = BusyPoll(options.spin)
         self._poller = Poller(executor, self._busy_poll)
         self._own = LoopbackTransport(LoopbackNetwork(), executor)
@@ -91,6 +93,7 @@ class SocketTransport:
             plain=self._options.allow is not None,
             main=main,
             cores=to_mask(usable_cores()),
+            instance=self._instance,
         )
 
     def start(self, me: int, keys: Keys, receiver: Receiver) -> None:
@@ -111,7 +114,9 @@ class SocketTransport:
             recycler=Recycler(),
             traffic=self.traffic,
         )
-        self._acceptor = Acceptor(self._endpoint, options, self._welcome)
+        self._acceptor = Acceptor(
+            self._endpoint, options, self._welcome, instance=self._instance
+        )
         self._poller.start()
         for listener in self._listeners:
             self._poller.watch(listener)
