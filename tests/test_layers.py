@@ -374,3 +374,65 @@ def test_files_and_functions_stay_small() -> None:
             if (size := code_lines(function, lines)) > MAX_FUNCTION_LINES:
                 large.append(f"{module}.{function.name}: {size} lines of code")
     assert large == []
+
+
+# Locks
+
+KINDS_OF_LOCKS = {"Lock", "RLock", "OwnedLock", "CheckedLock", "Condition", "Semaphore"}
+
+
+def makes_lock(node: ast.AST) -> bool:
+    """Whether this expression is `threading.Lock()`, say."""
+    return (
+        isinstance(node, ast.Call)
+        and not node.args
+        and ast.unparse(node.func).rpartition(".")[2] in KINDS_OF_LOCKS
+    )
+
+
+def locks_made(module: str) -> Iterator[tuple[str, set[str]]]:
+    """For each lock that a module makes: of which class it is, or else of which module.
+
+    And the names in the statement that makes it, of which one is the lock's.
+    """
+
+    def look(node: ast.AST, owner: str) -> Iterator[tuple[str, set[str]]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.ClassDef):
+                yield from look(child, child.name)
+            elif isinstance(child, ast.Assign | ast.Return) and any(
+                map(makes_lock, ast.walk(child))
+            ):
+                yield owner, set(re.findall(r"\w+", ast.unparse(child)))
+            else:
+                yield from look(child, owner)
+
+    yield from look(tree(module), module.rpartition(".")[2])
+
+
+def locks_in_the_table() -> set[str]:
+    """`Class.name` or `module.name` of each; one without a dot is of the one before it."""
+    page = (SOURCE.parents[1] / "docs" / "design.md").read_text()
+    table = page.partition("\n## Locks\n")[2].partition("\n## ")[0]
+    found = set()
+    for row in re.findall(r"^\| (`.*?`) \|", table, re.M):
+        owner = ""
+        for name in re.findall(r"`(.*?)`", row):
+            owner = name.rpartition(".")[0] or owner
+            found.add(f"{owner}.{name.rpartition('.')[2]}")
+    return found
+
+
+def test_the_design_page_has_every_lock_and_no_other() -> None:
+    listed = locks_in_the_table()
+    unlisted, used = [], set()
+    for module in sources().keys() - ENTRIES:
+        if module == f"{ROOT}.locks" or folder(module) == "tools":
+            continue  # the kinds of locks; the programs that the benchmarks measure
+        for owner, names in locks_made(module):
+            entries = {f"{owner}.{name}" for name in names} & listed
+            used |= entries
+            if not entries:
+                unlisted.append(f"{module}: {owner}")
+    assert unlisted == []
+    assert listed - used == set(), "listed for nothing"

@@ -1,11 +1,8 @@
 """Calls in signal handlers and finalizers: they work or raise at once, wherever they come."""
 
-import gc
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,10 +11,10 @@ import torch
 import gradwire as gw
 from gradwire.locks import CheckedLock
 from gradwire.worker import Worker
+from tests.interruption import Calling, Interruption, Way, collecting, ticking
 from tests.worlds import SOON, socket_world
 
 SECONDS = 0.5  # for which calls are interrupted
-INTERVAL = 0.0007
 
 
 def pause_and_add(x: torch.Tensor) -> torch.Tensor:
@@ -42,63 +39,6 @@ def call_here(worker: Worker, function: Any) -> Any:
 
 
 WAYS = [call_sync, call_async, make_and_fetch, call_here]
-Way = Callable[[Worker, Any], Any]
-
-
-class Interruption:
-    """A call in the middle of others, but not of itself."""
-
-    def __init__(self, worker: Worker, way: Way) -> None:
-        self.results: list[Any] = []
-        self.errors: list[gw.GradwireError] = []
-        self.longest_refusal = 0.0
-        self._worker = worker
-        self._way = way
-        self._inside: set[int] = set()
-
-    def __call__(self, *_: object) -> None:
-        me = threading.get_ident()
-        if me in self._inside:
-            return
-        self._inside.add(me)
-        began = time.monotonic()
-        try:
-            self.results.append(self._way(self._worker, torch.neg))
-        except gw.GradwireError as error:
-            self.errors.append(error)
-            took = time.monotonic() - began
-            self.longest_refusal = max(self.longest_refusal, took)
-        finally:
-            self._inside.discard(me)
-
-    def check(self) -> None:
-        assert self.results
-        assert all("a signal handler or a finalizer" in str(e) for e in self.errors)
-        assert self.longest_refusal < SOON / 2, "at once"
-        assert all(torch.equal(result, -torch.ones(2)) for result in self.results)
-
-
-@contextmanager
-def ticking(handler: Callable[..., None]) -> Iterator[None]:
-    """A signal every now and then, wherever the main thread is."""
-    before = signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, INTERVAL, INTERVAL)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@contextmanager
-def collecting() -> Iterator[None]:
-    """Garbage is collected every few objects, so in the middle of anything."""
-    before = gc.get_threshold()
-    gc.set_threshold(10, 1, 1)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @pytest.fixture
@@ -121,15 +61,16 @@ def test_a_signal_handler_may_call(
     interruption.check()
 
 
-class Calling:
-    """Garbage whose end makes a call."""
-
-    def __init__(self, call: Callable[[], None]) -> None:
-        self._call = call
-        self._me = self
-
-    def __del__(self) -> None:
-        self._call()
+def test_a_signal_handler_may_call_where_its_thread_decrypts() -> None:
+    with socket_world(2, unix_sockets=False, tls=True) as workers:
+        interruption = Interruption(workers[0], call_async)
+        x = torch.ones(60_000)  # several records of TLS
+        with ticking(interruption):
+            end = time.monotonic() + 3 * SECONDS
+            while time.monotonic() < end or not interruption.results:
+                found = workers[0].rpc_async("worker1", torch.neg, (x,), timeout=SOON)
+                assert torch.equal(found.wait(), -x)
+        interruption.check()
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -12,7 +12,6 @@ is kept for each worker by itself, because several can live in one process.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ import torch
 from torch import Tensor
 
 from ..errors import GradwireError
+from ..locks import CheckedLock
 from .nodes import Crossing, Send
 from .segments import Segments
 
@@ -72,7 +72,7 @@ class Context:
 
     def __init__(self, number: int) -> None:
         self.id = number
-        self.lock = threading.Lock()
+        self.lock = CheckedLock()
         self.sends: dict[int, Send] = {}
         self.recvs: dict[int, Any] = {}  # their nodes
         self.known: set[int] = set()
@@ -189,7 +189,7 @@ class Contexts:
     def __init__(self, worker: int) -> None:
         self._worker = worker
         self._numbers = Numbers(worker)
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._contexts: dict[int, Context] = {}
         self._released = Memory()
         self._current: ContextVar[Context | None] = ContextVar(

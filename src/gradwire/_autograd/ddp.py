@@ -27,6 +27,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import GradwireError
+from ..locks import CheckedLock
 from . import hooks
 
 Known = Callable[[Tensor], "Tensor | None"]
@@ -34,7 +35,7 @@ Keep = Callable[[Tensor, Tensor], None]
 
 _PATIENCE = 60.0  # seconds that a pass waits for another
 _NAP = 0.05  # seconds between looks at whether the pass is over
-_lock = threading.Lock()
+_lock = CheckedLock()
 _watchers = 0
 _handle: Any = None
 

@@ -9,7 +9,6 @@ leaf; then its other hooks are called.
 from __future__ import annotations
 
 import sys
-import threading
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -18,11 +17,12 @@ import torch
 from torch import Tensor
 
 from .._wire.raw_bytes import place
+from ..locks import CheckedLock
 from . import hooks
 from .contexts import Context, add
 from .messages import ACCUMULATE, CREATE
 
-_grad_lock = threading.Lock()  # for `.grad`: passes of several contexts add to it
+_grad_lock = CheckedLock()  # for `.grad`: passes of several contexts add to it
 _NOBODY_ELSE = 2  # references to what a list holds: its own and the one that looks
 
 

@@ -5,7 +5,6 @@ Its lock guards the state of the pass, and is never held while anything is run o
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +12,7 @@ from torch import Tensor
 
 from .._rpc.futures import CallFuture
 from ..errors import WorkerLostError
+from ..locks import OwnedLock
 from ..threads import Bell, Executor
 from . import engine
 from .contexts import Context, Contexts, Numbers, owner, unknown
@@ -81,7 +81,7 @@ class Part:
             host.contexts, context, plan, start or _NOWHERE, header.flags
         )
         self.state = PassState(plan)
-        self.lock = threading.Lock()
+        self.lock = OwnedLock()
         self.gradients: dict[int, Sequence[Tensor | None]] = {}
         """What came for messages and was not run yet."""
         self.rounds: list[Round] = []

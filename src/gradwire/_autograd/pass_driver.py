@@ -17,7 +17,6 @@ travels with the answer only if that can be given now: others may wait for it.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -29,6 +28,7 @@ import torch
 from .._rpc.function_runner import Later
 from .._rpc.futures import CallFuture
 from ..errors import CallTimeout
+from ..locks import OwnedLock
 from . import deliveries
 from .messages import Answer, Failed, Header, Load, pack, pack_failed, request, unpack
 from .nodes import Crossing, Gradients
@@ -63,7 +63,7 @@ class Round:
         self._host = part.host
         self._header = header
         self._back = Load()  # what there is for the asker
-        self._lock = threading.Lock()
+        self._lock = OwnedLock()
         self._open = 1  # threads at work, and requests that are not answered
         self._asked: list[int] = []  # who owes an answer
         self._future: torch.futures.Future[Any] | None = None  # of ours

@@ -9,13 +9,13 @@ until the pass is over, for it may just be between two ways of being run.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
 from ..errors import BackwardTimeout
+from ..locks import CheckedLock
 from ..threads import Executor
 from .contexts import Context
 
@@ -39,7 +39,7 @@ class Limits:
     ) -> None:
         self._executor = executor
         self._end = end
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._limits: dict[int, _Limit] = {}  # by number of the pass
         self._alarm = _NEVER  # one for all: most passes are over long before
 

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import logging
 import socket
-import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
 from ..errors import ProtocolError
+from ..locks import CheckedLock
 from ..options import Options
 from ..threads import Executor
 from .credentials import check_name
@@ -63,7 +63,7 @@ class Acceptor:
         self.welcome = welcome
         self.executor = endpoint.executor
         self._refusals = _Refusals(endpoint.executor)
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._strangers: dict[_Stranger, None] = {}  # by age, the oldest first
         self._closed = False
 
@@ -277,7 +277,7 @@ class _Refusals:
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._until = 0.0  # when the interval ends
         self._count = 0
         self._last = ""

@@ -16,10 +16,10 @@ import os
 import socket
 import ssl
 import tempfile
-import threading
 import time
 
 from ..errors import AuthenticationError, GradwireError
+from ..locks import CheckedLock
 from ..options import Options
 from .keys import Keys
 from .tls_socket import TlsSocket
@@ -41,7 +41,7 @@ class Credentials:
         self._wanted = options.tls
         self._files = options.tls_ca, options.tls_cert, options.tls_key
         self._name = name
-        self._lock = threading.Lock()
+        self._lock = CheckedLock()
         self._contexts: dict[bool, tuple[object, ssl.SSLContext]] = {}
 
     @property

@@ -12,6 +12,7 @@ from collections import deque
 
 from .._wire.frames import Parcel, note
 from .._wire.messages import GOODBYE
+from ..errors import GradwireError
 from ..locks import CheckedLock
 from .framed_socket import FramedSocket, Waiting
 
@@ -93,4 +94,8 @@ class SendQueue:
         unsent = self._unsent
         if unsent:
             data = [unsent.popleft() for _ in range(min(len(unsent), _MOST_WAITING))]
-            self._framed.write_bytes(b"".join(data))
+            try:
+                self._framed.write_bytes(b"".join(data))
+            except GradwireError:  # a signal handler cannot, where its thread reads
+                unsent.extendleft(reversed(data))
+                raise

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import socket
 import ssl
-import threading
 import time
 from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from ..errors import AuthenticationError, ProtocolError
+from ..locks import CheckedLock
 from .framed_socket import FrameReader
 from .handshake import MAGIC, TlsDiffersError
 
@@ -39,8 +39,8 @@ class TlsSocket:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         is_server = context.protocol == ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._in, self._out, server_side=is_server)
-        self._lock = threading.Lock()  # OpenSSL does one thing at a time
-        self._sending = threading.Lock()
+        self._lock = CheckedLock()  # OpenSSL does one thing at a time
+        self._sending = CheckedLock()
         self._shaken = False
         self._heard = 0
         self._is_over = False
@@ -162,7 +162,11 @@ class TlsSocket:
     # Writing
 
     def send(self, data: Buffer) -> int:
-        """As that of a socket: if it would block, call it again with the same bytes."""
+        """As that of a socket: if it would block, call it again with the same bytes.
+
+        Raises:
+            GradwireError: this thread was interrupted while it reads; nothing was sent.
+        """
         with self._sending:  # who has let it in may still be saying so
             if not self._unsent:
                 piece = memoryview(data).cast("B")[:_SENT]
