@@ -134,6 +134,11 @@ class Options:
     """Tells apart worlds that meet in one store."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.key, (bytes, type(None))):
+            kind = type(self.key).__name__
+            raise TypeError(
+                f"key is a {kind}: give bytes, such as secrets.token_bytes(32)"
+            )
         times = (
             "timeout join_timeout heartbeat host_heartbeat spin switch_interval "
             "handshake_timeout"

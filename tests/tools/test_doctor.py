@@ -106,4 +106,4 @@ def test_a_partner_that_fails_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(selftest.sys, "executable", "/bin/false")
     *_, last = selftest.self_test(unix_sockets=True)
     assert last.is_bad
-    assert "ranks [1] did not come" in last.so
+    assert "ranks [1] of 2 did not arrive" in last.so

@@ -23,16 +23,11 @@ def given(options: Options) -> tuple[bytes, ...]:
     """The user's keys, from the option or the file, the current one first; none by default.
 
     Raises:
-        TypeError: the key is no bytes.
         ValueError: it is too short to protect anything, or others can read its file.
     """
     key = options.key
     if key is None:
         return () if options.key_file is None else read(options.key_file)
-    if not isinstance(key, bytes):
-        raise TypeError(
-            f"key is a {type(key).__name__}: give bytes, such as secrets.token_bytes(32)"
-        )
     return (_check(key),)
 
 

@@ -11,9 +11,10 @@ reads after the other has published. Ids come from a counter that only grows.
     <world>/<round>/secret     only with `Options.trust_store`
     <world>/<round>/digest     of the key, to find one that differs (fixed size)
     <world>/<round>/card/<id>  a worker's card, sealed
-    <world>/<round>/failed     why this round came to nothing (fixed size)
+    <world>/<round>/failed     why this round failed (fixed size)
+    <world>/<round>/told       how many workers have read that (fixed size)
     <world>/<round>/ids        how many ids were drawn (elastic worlds)
-    <world>/<round>/name/<n>   the id of the worker of that name (elastic worlds)
+    <world>/<round>/name/<n>   the id of the worker of that name
     <world>/<round>/gone/<id>  set when a worker has left or was lost (elastic worlds)
     <world>/<round>/part/<n>   what the worker of that name does: see `Part` (elastic worlds)
 
@@ -29,7 +30,6 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import Enum
@@ -53,6 +53,9 @@ _LOOKS = 3000  # into the store in a second, of all workers that wait together
 _FEW = 16  # ranks that a message names
 _PROBE = 2.0  # seconds to find out whether someone answers
 _LONGEST_PAUSE = 1.0
+_FAREWELL = (
+    2.0  # seconds that the host of the store gives others to read why all failed
+)
 
 
 _SAME = (
@@ -95,7 +98,9 @@ def _store_errors() -> Iterator[None]:
         raise
     except RuntimeError as error:
         reason = str(error).partition("\n")[0]
-        raise GradwireError(f"the store failed: {reason}") from error
+        raise GradwireError(
+            f"the store failed; a tcp:// store ends with rank 0, which hosts it ({reason})"
+        ) from error
 
 
 class Meeting:
@@ -104,7 +109,7 @@ class Meeting:
     def __init__(self, place: Place, options: Options) -> None:
         check_place(place.rank, place.size)
         self._rank, self._size = place.rank, place.size
-        self._where = place.where
+        self._where, self._is_host = place.where, place.is_host
         self._options = options
         self._secrets = key_files.given(options)
         self._trusts_store = options.trust_store
@@ -168,9 +173,9 @@ class Meeting:
         """Name a key that differs from the others' now: later it would be a failed handshake."""
         digests = [keys.digest(key) for key in self._derived()]
         if self._first("digest", digests[0]) not in digests:
-            error = f"rank {self._rank} has another key than those that came before: {_SAME}"
-            self._store().compare_set("failed", "", error)
-            raise AuthenticationError(error)
+            raise AuthenticationError(
+                f"rank {self._rank} has another key than those that came before: {_SAME}"
+            )
 
     def number(self) -> int:
         """This worker's id."""
@@ -194,7 +199,8 @@ class Meeting:
             try:
                 return self._join_fixed(card, self._size)
             except (ValueError, GradwireError) as error:
-                self._store().compare_set("failed", "", f"{card.name}: {error}")
+                if self._round is not None:  # else it found a round of another size
+                    self._fail(self._round, f"{card.name}: {error}")
                 raise
 
     def find(self, name: str) -> Card | None:
@@ -242,15 +248,13 @@ class Meeting:
 
     def _join_fixed(self, card: Card, size: int) -> list[Card]:
         self._publish(card)
-        cards = self._wait_for_all(size)
-        names = [other.name for other in cards]
-        for name, count in Counter(names).items():
-            if count > 1:
-                ranks = [i for i, n in enumerate(names) if n == name]
-                raise ValueError(
-                    f"worker name {name!r} is used by ranks {ranks}: names must differ"
-                )
-        return cards
+        holder = int(self._first(f"name/{card.name}", str(card.id).encode()))
+        if holder != card.id:
+            raise ValueError(
+                f"worker name {card.name!r} is used by ranks {sorted((holder, card.id))}: "
+                "names must differ"
+            )
+        return self._wait_for_all(size)
 
     def _join_elastic(self, card: Card) -> list[Card]:
         self._claim_name(card)
@@ -340,13 +344,13 @@ class Meeting:
             report.tick()
             if self._has("failed"):
                 raise GradwireError(
-                    f"the world was given up: {self._store().get('failed').decode()}"
+                    f"the world did not start: {self._store().get('failed').decode()}"
                 )
             if time.monotonic() > self._deadline:
                 raise GradwireError(
-                    f"of {self._size} workers, ranks {_few(self._missing())} did not come within "
-                    f"{self._patience:g} s (join_timeout) to {self._where}: start them with "
-                    "the same address and world_size"
+                    f"ranks {_few(self._missing())} of {self._size} did not arrive at "
+                    f"{self._where} within {self._patience:g} s (join_timeout): start them "
+                    "with the same address and world_size"
                 )
             time.sleep(pause)
         found, known = self._store().multi_get(names), self.keys()
@@ -420,9 +424,29 @@ class Meeting:
                 f"rank {self._rank} has world_size={self._size}, but those that came before "
                 f"have world_size={size}: give all the same"
             )
-            store.compare_set("failed", "", error)
+            self._fail(store, error)
             raise ValueError(error)
         return False
+
+    def _fail(self, store: Store, error: str) -> None:
+        """Tell all who have come to a round why it failed.
+
+        The store ends with its host, so the host stays until the others have read the reason: they
+        would see a broken connection instead, and torch would print a stack.
+        """
+        store.compare_set("failed", "", error)
+        told = int(store.add("told", 1))
+        deadline = time.monotonic() + _FAREWELL
+        while self._is_host and told < self._arrived() and time.monotonic() < deadline:
+            time.sleep(_STEP)
+            told = int(store.add("told", 0))
+
+    def _arrived(self) -> int:
+        """How many have begun to join this round."""
+        assert self._world is not None
+        assert self._size is not None
+        begun = int(self._world.add("joined", 0))
+        return (begun - 1) % self._size + 1
 
     @contextmanager
     def _while_it_lasts(self) -> Iterator[Store | None]:

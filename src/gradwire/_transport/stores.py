@@ -30,7 +30,7 @@ from .cluster_environments import cluster_place
 from .wait_report import WaitReport, wait_for_listener
 
 _STEP = 0.05
-_REOPEN = 10.0  # seconds for an old store at the same port to go away
+_REOPEN = 3.0  # seconds for an old store at the same port to go away
 _BACKLOG = 4096
 
 
@@ -45,6 +45,8 @@ class Place:
     """Another machine of the world, if there is one: that of the store, if that is another."""
     where: str = "the store"
     """For people."""
+    is_host: bool = False
+    """Whether this process serves the store, which then ends with it."""
 
     def let_come_and_go(self, least: int, given_size: int | None) -> None:
         """Make it a place for an elastic world, whatever size the environment says.
@@ -98,7 +100,7 @@ def find_place(
     hosting = rank == 0 and settings.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     found = _tcp_store(host, port, hosting, timeout)
     elsewhere = cluster.neighbor or _remote_host(host)
-    return Place(found, rank, size, elsewhere, f"tcp://{host}:{port}")
+    return Place(found, rank, size, elsewhere, f"tcp://{host}:{port}", is_host=hosting)
 
 
 def _no_launcher() -> str:
@@ -153,7 +155,9 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
     """The store at that address; retried, since its host may still be closing an old one."""
     deadline = time.monotonic() + timeout
     patience = min(deadline, time.monotonic() + _REOPEN)
-    report = WaitReport(lambda: f"port {port} of {host}, which is in use, to be free")
+    report = WaitReport(
+        lambda: f"port {port} of {host}, which is in use, to be free", first=0.0
+    )
     while True:
         if not hosting:
             wait_for_listener(host, port, max(deadline - time.monotonic(), 0.0))

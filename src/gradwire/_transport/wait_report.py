@@ -20,9 +20,9 @@ _PAUSE = 0.05
 class WaitReport:
     """A warning with what is waited for, after some seconds and then once in a while."""
 
-    def __init__(self, what: Callable[[], str]) -> None:
+    def __init__(self, what: Callable[[], str], first: float | None = None) -> None:
         self._what = what
-        self._next = time.monotonic() + _FIRST
+        self._next = time.monotonic() + (_FIRST if first is None else first)
 
     def tick(self) -> None:
         """To be called while waiting, often."""
