@@ -154,6 +154,15 @@ def test_a_call_succeeds_when_a_passing_trouble_is_over(
     assert together(be_in_trouble, work)[1] == 2
 
 
+@pytest.mark.parametrize("trouble", ["descriptors", "load"])
+def test_a_call_that_can_get_no_connection_of_its_own_goes_by_the_shared_one(
+    workers: list[Worker], trouble: str
+) -> None:
+    assert CALLS["async"](workers[0], LIMIT) == 2  # that opens it
+    with TROUBLES[trouble](workers[1]):
+        assert CALLS["sync"](workers[0], LIMIT) == 2
+
+
 REASONS = {
     "descriptors": "Too many open files",
     "backlog": "cannot connect",

@@ -12,10 +12,24 @@ from contextlib import ExitStack, suppress
 
 import pytest
 
-from gradwire._transport.handshake import HELLO_SIZE, Purpose, new_hello
+from gradwire._transport.handshake import (
+    CHALLENGE_SIZE,
+    HELLO_SIZE,
+    Purpose,
+    new_hello,
+)
 from gradwire.worker import Worker
 from tests.conftest import cases
-from tests.worlds import LIMIT, SOON, close_world, meanwhile, open_world, wait_until
+from tests.transport.strangers import is_closed, receive_exactly, stranger
+from tests.worlds import (
+    LIMIT,
+    SOON,
+    close_world,
+    meanwhile,
+    open_world,
+    socket_world,
+    wait_until,
+)
 
 CALLS = 200
 
@@ -90,6 +104,23 @@ def test_strangers_that_speak_slowly_keep_no_member_out(workers: list[Worker]) -
             call_on(workers)
         finally:
             over.set()
+
+
+def test_who_has_been_silent_for_the_longest_time_makes_place() -> None:
+    options = {"unix_sockets": False, "max_strangers": 3, "handshake_timeout": LIMIT}
+    with socket_world(2, **options) as workers, ExitStack() as stack:
+        crowd = [stack.enter_context(stranger(workers[0])) for _ in range(3)]
+        strangers = workers[0]._transport._acceptor._strangers  # type: ignore[attr-defined]
+        wait_until(lambda: len(strangers) == 3)
+        hello = new_hello(Purpose.SHARED, 1, workers[0].card.instance, 1)
+        crowd[0].sendall(hello.to_bytes())
+        receive_exactly(crowd[0], CHALLENGE_SIZE)
+        stack.enter_context(stranger(workers[0]))
+        assert is_closed(crowd[1])
+        for other in crowd[0], crowd[2]:
+            other.settimeout(0.01)
+            with pytest.raises(TimeoutError):  # it still has its place
+                other.recv(1)
 
 
 @pytest.mark.skipif(

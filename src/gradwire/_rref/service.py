@@ -134,7 +134,7 @@ class References:
                 if not isinstance(error, CallTimeout):  # then it has been told
                     self._creation_failed(core.holding, error)
                 raise
-        # Not by a lane: it would overtake the call that makes the value.
+        # Not on a leased connection: it would overtake the call that makes the value.
         message = Fetch(core.id, core.holding.fork, part)
         try:
             seconds = self._until_made(creation, timeout)
@@ -187,7 +187,7 @@ class References:
             return caller.call_sync(to, call, timeout, **more)
         future = caller.call_async(
             to, call, timeout
-        )  # a lane would overtake its making
+        )  # on a leased connection it would overtake its making
         return wait_after(more.get("meanwhile"), future)
 
     def invoke_async(

@@ -51,7 +51,7 @@ class Verdict(IntEnum):
     WRONG_WORKER = 2
     CLOSING = 3
     TLS_DIFFERS = 4
-    """Only one end uses TLS. Printed without TLS, which the other end is prepared for."""
+    """Only one end uses TLS. Said without TLS, which the other end is prepared for."""
 
 
 _DIFFERS = "one end uses TLS and the other does not: set tls (GRADWIRE_TLS) alike on all workers"

@@ -175,7 +175,7 @@ class Frame:
     waits: Sequence[Wait] = ()
     """What must have come to its end before the message may be used; known when it is opened."""
     context: Any = None
-    """What an upper layer knows of the scope (`cargo.Recorder`); known when it is opened."""
+    """What an upper layer knows of the scope (`Recorder`); known when it is opened."""
     area: Any = None  # a writable buffer that lives as long as the tensors made of it
 
     def __init__(

@@ -20,7 +20,7 @@ from . import raw_bytes
 
 CALL, RESULT, FAILURE, PING, PONG, GOODBYE = 1, 2, 3, 4, 5, 6
 NOTES = frozenset((PING, PONG, GOODBYE))
-"""Printed on a link by the transport itself, without a body, and never answered."""
+"""Sent on a connection by the transport itself, without a body, and never answered."""
 FIRST_UPPER = 16
 
 GetFields = Callable[[Any], tuple[Any, ...]]
