@@ -6,6 +6,8 @@ PYTHON ?= python3
 ARGS ?=
 # How many times the usual number of cases `make fuzz` runs; `make test` runs a fifth.
 FUZZ ?= 1
+# What `make test-cluster` runs.
+CLUSTER ?= on_ray on_machines
 
 TORCH := 2.13.0
 BIN := .venv/bin
@@ -32,9 +34,9 @@ lint: .venv/.lint
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Worlds on a Ray cluster of four nodes, on this machine.
+# Worlds on a Ray cluster of four nodes, and on machines of a network; all on this machine.
 test-cluster: .venv/.cluster
-	$(BIN)/python -m pytest -v tests/cluster/on_ray.py $(ARGS)
+	$(BIN)/python -m pytest -v -rs $(CLUSTER:%=tests/cluster/%.py) $(ARGS)
 
 bench: .venv/.bench
 	$(BIN)/python -m gradwire bench

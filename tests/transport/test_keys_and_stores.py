@@ -10,7 +10,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import gradwire as gw
-from gradwire._transport import key_files
+from gradwire._transport import key_files, stores
 from gradwire._transport.connector import Dialer
 from gradwire._transport.credentials import Credentials
 from gradwire._transport.key_files import given
@@ -19,6 +19,7 @@ from gradwire._transport.rendezvous import Meeting
 from gradwire._transport.stores import Place, find_place
 from gradwire.options import Options
 from gradwire.worker import Worker
+from tests.transport.slow_network import Proxy
 from tests.transport.strangers import (
     KEY,
     NEW_KEY,
@@ -358,6 +359,19 @@ def test_a_store_listens_on_the_address_asked_for(host: str) -> None:
     place = find_place(f"tcp://{host}:{port}", None, 0, 1, LIMIT)
     assert place.store.check(["nothing"]) is False
     assert listening(port) in (["127.0.0.1"], ["::1"])
+
+
+def test_a_store_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its machine was cut off: no connection ends."""
+    monkeypatch.setattr(stores, "_SILENCE", 3.0)
+    with Proxy() as proxy:
+        held = find_place(f"tcp://127.0.0.1:{proxy.port}", None, 0, 2, LIMIT).store
+        held.set("key", "value")
+        asked = find_place(f"tcp://127.0.0.2:{proxy.port}", None, 1, 2, LIMIT).store
+        assert asked.check(["key"])
+        proxy.frozen.set()
+        with pytest.raises(RuntimeError):
+            asked.check(["key"])
 
 
 def test_the_file_of_a_store_is_for_its_user_alone(tmp_path: Path) -> None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 import errno
 import ipaddress
 import os
+import re
 import socket
+import struct
 import sys
 import time
 from collections.abc import Mapping
@@ -32,6 +34,7 @@ from .wait_report import WaitReport, wait_for_listener
 _STEP = 0.05
 _REOPEN = 3.0  # seconds for an old store at the same port to go away
 _BACKLOG = 4096
+_SILENCE = 30.0  # seconds without an answer after which a store is lost
 
 
 @dataclass(slots=True)
@@ -164,7 +167,7 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
         left = max(deadline - time.monotonic(), 0.001)
         try:
             listener = _store_listener(host, port) if hosting else None
-            return TCPStore(
+            found = TCPStore(
                 host,
                 port if listener is None else listener.getsockname()[1],
                 is_master=hosting,
@@ -172,11 +175,27 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
                 timeout=timedelta(seconds=left),
                 master_listen_fd=None if listener is None else listener.detach(),
             )
+            _limit_silence(found)
+            return found
         except (OSError, RuntimeError, ValueError) as error:
             if time.monotonic() + _STEP > patience or not _is_passing(error):
                 raise GradwireError(_no_store(host, port, hosting, error)) from None
             report.tick()
             time.sleep(_STEP)
+
+
+def _limit_silence(store: TCPStore) -> None:
+    """Have requests fail if the store does not answer, as when this machine was cut off from it.
+
+    torch would wait for ever: nothing ends the connection. Which one it is stands in the store's
+    `repr`; where an older torch does not say so there, there is no limit.
+    """
+    found = re.search(r"client=TCPClient\(SocketImpl\(fd=(\d+)", repr(store))
+    if found is not None:
+        limit = struct.pack("ll", int(_SILENCE), 0)
+        with socket.socket(fileno=os.dup(int(found[1]))) as connection:
+            connection.setblocking(True)  # socket.setdefaulttimeout() may differ
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
 def _store_listener(host: str, port: int) -> socket.socket | None:

@@ -17,7 +17,7 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from .._transport.rendezvous import note_finished
 from .._transport.stores import find_place
 from ..cores import usable_cores
-from .nodes import Elsewhere, Nodes
+from .nodes import GONE, Elsewhere, Nodes
 from .output import Console
 from .plan import Plan, Recruit, recruits
 from .processes import Ended, Printed, WorkerProcesses
@@ -52,9 +52,13 @@ def launch(plan: Plan, address: tuple[str, int], timeout: float | None) -> int:
     with _signals_in(events), terminal:
         nodes = Nodes(store, plan.node, plan.nodes, events.put)
         try:
-            return _Launch(plan, team, events, nodes, store).run(timeout)
+            status = _Launch(plan, team, events, nodes, store).run(timeout)
         finally:
             nodes.close()
+    if status == 0 and nodes.has_lost_store:
+        Console([recruit.name for recruit in team]).say(GONE)
+        return 1
+    return status
 
 
 class _Launch:

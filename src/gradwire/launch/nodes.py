@@ -15,6 +15,7 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _PERIOD = 0.5
+GONE = "node 0, which has the store, is gone"
 _SILENT = 15.0  # seconds after which a launcher counts as gone
 
 
@@ -36,6 +37,8 @@ class Nodes:
         self._others = [other for other in range(count) if other != node]
         self._tell = tell
         self._beats: dict[int, tuple[int, float]] = {}
+        self.has_lost_store = False
+        """Whether the first node is gone, so that nobody knows how the run went there."""
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._watch, name="gradwire nodes", daemon=True
@@ -63,7 +66,7 @@ class Nodes:
             while self._node == 0 and not all(map(self._is_over, self._others)):
                 time.sleep(_PERIOD)
         except RuntimeError:
-            pass  # it is gone already
+            self.has_lost_store = True
 
     def _watch(self) -> None:
         try:
@@ -75,7 +78,8 @@ class Nodes:
                         self._tell(Elsewhere(text, status))
                     return
         except RuntimeError:
-            self._tell(Elsewhere("node 0, which has the store, is gone", 1))
+            self.has_lost_store = True
+            self._tell(Elsewhere(GONE, 1))
 
     def _is_over(self, node: int) -> bool:
         """Whether a node is done, or has not counted for a while."""
