@@ -85,3 +85,23 @@ def test_where_it_would_wait_for_its_own_thread_a_call_raises(
         with context.lock, pytest.raises(gw.GradwireError, match="signal handler"):
             call_with_gradients(workers[0], torch.neg)
         assert torch.equal(call_with_gradients(workers[0], torch.neg), -torch.ones(2))
+
+
+def test_what_ends_a_pass_raises_where_its_own_thread_has_the_pass(
+    workers: list[Worker],
+) -> None:
+    """Say a call in a signal handler, which is told that a worker is lost."""
+    ends: list[str] = []
+
+    def interrupted(_: torch.Tensor) -> None:
+        (part,) = workers[0].autograd.contexts.get(ctx).parts.values()
+        lock: Any = part.lock  # type: ignore[attr-defined]
+        with lock, pytest.raises(gw.GradwireError, match="signal handler"):
+            part.worker_gone(1, "worker1")
+        ends.append("refused")
+
+    with gw.context() as ctx:
+        y = gw.rpc_sync("worker1", torch.mul, (weight, weight))
+        y.register_hook(interrupted)
+        gw.backward(ctx, [y.sum()])
+    assert ends

@@ -9,10 +9,11 @@ import pytest
 import torch
 
 import gradwire as gw
+from gradwire._wire.messages import PING
 from gradwire.locks import CheckedLock
 from gradwire.worker import Worker
 from tests.interruption import Calling, Interruption, Way, collecting, ticking
-from tests.worlds import SOON, socket_world
+from tests.worlds import LIMIT, SOON, socket_world, wait_until
 
 SECONDS = 0.5  # for which calls are interrupted
 
@@ -73,6 +74,18 @@ def test_a_signal_handler_may_call_where_its_thread_decrypts() -> None:
         interruption.check()
 
 
+def test_what_could_not_be_sent_there_goes_with_the_next() -> None:
+    with socket_world(2, unix_sockets=False, tls=True) as workers:
+        call_async(workers[0], torch.neg)
+        shared = workers[0]._transport._out[1].shared  # type: ignore[attr-defined]
+        decrypting = shared.framed.sock._lock
+        with decrypting, pytest.raises(gw.GradwireError, match="signal handler"):
+            shared.note(PING)
+        heard_at = shared.heard_at
+        shared.queue.flush()
+        wait_until(lambda: shared.heard_at > heard_at)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("interrupting", WAYS)
 def test_a_finalizer_may_call(
@@ -109,6 +122,49 @@ def test_where_others_wait_for_its_own_thread_a_call_raises(
     with lock, pytest.raises(gw.GradwireError, match="signal handler"):
         way(workers[0], torch.neg)
     assert torch.equal(way(workers[0], torch.neg), -torch.ones(2))
+
+
+def test_where_its_thread_takes_a_frame_apart_a_call_raises(
+    workers: list[Worker],
+) -> None:
+    call_async(workers[0], torch.neg)
+    framed = workers[0]._transport._out[1].shared.framed  # type: ignore[attr-defined]
+    pull, refused = framed._pull, list[BaseException]()
+
+    def interrupted() -> None:
+        if threading.current_thread() is threading.main_thread() and not refused:
+            with pytest.raises(gw.GradwireError, match="signal handler") as caught:
+                call_async(workers[0], torch.neg)
+            refused.append(caught.value)
+        pull()
+
+    framed._pull = interrupted
+    end = time.monotonic() + LIMIT
+    while not refused and time.monotonic() < end:
+        assert torch.equal(call_async(workers[0], torch.neg), -torch.ones(2))
+    assert refused
+
+
+def test_a_wait_for_what_its_thread_delivers_just_now_raises(
+    workers: list[Worker],
+) -> None:
+    agent: Any = workers[0]._agent
+    complete, refused = agent.complete, list[BaseException]()
+    future: Any = None
+
+    def interrupted(sender: int, frame: Any) -> None:
+        if threading.current_thread() is threading.main_thread() and not refused:
+            with pytest.raises(gw.GradwireError, match="signal handler") as caught:
+                future.wait()
+            refused.append(caught.value)
+        complete(sender, frame)
+
+    agent.complete = interrupted
+    end = time.monotonic() + LIMIT
+    while not refused and time.monotonic() < end:
+        future = workers[0].rpc_async("worker1", abs, (-1,), timeout=SOON)
+        assert future.wait() == 1
+    assert refused
 
 
 def test_a_checked_lock_is_a_lock() -> None:

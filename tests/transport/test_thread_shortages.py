@@ -91,6 +91,21 @@ def test_an_executor_that_cannot_begin_can_try_again(shortage: Shortage) -> None
     assert executor.join(LIMIT)
 
 
+def test_a_monitor_that_could_not_be_started_is_tried_again(
+    shortage: Shortage,
+) -> None:
+    executor = Executor("test", 4)
+    early, late = threading.Event(), threading.Event()
+    with shortage.on():
+        executor.look_at(0.0, early.set)
+        assert shortage.refused
+    executor.look_at(0.0, late.set)  # wants it, too
+    assert early.wait(LIMIT)
+    assert late.wait(LIMIT)
+    executor.close()
+    assert executor.join(LIMIT)
+
+
 def test_a_thread_that_waits_needs_no_other_to_go_on(
     executor: Executor, shortage: Shortage
 ) -> None:
