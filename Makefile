@@ -7,7 +7,7 @@ ARGS ?=
 # How many times the usual number of cases `make fuzz` runs; `make test` runs a fifth.
 FUZZ ?= 1
 # What `make test-cluster` runs.
-CLUSTER ?= on_ray on_machines
+CLUSTER ?= on_ray on_machines on_slurm
 
 TORCH := 2.13.0
 BIN := .venv/bin
@@ -34,7 +34,7 @@ lint: .venv/.lint
 	$(BIN)/ruff check
 	$(BIN)/mypy
 
-# Worlds on a Ray cluster of four nodes, and on machines of a network; all on this machine.
+# Worlds on a Ray cluster of four nodes, on machines of a network, and under Slurm; all on this machine.
 test-cluster: .venv/.cluster
 	$(BIN)/python -m pytest -v -rs $(CLUSTER:%=tests/cluster/%.py) $(ARGS)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 
@@ -100,6 +101,13 @@ def count() -> None:
                     gw.backward(ctx, [loss_of(model, x, y)])
                 say("step", step)
                 time.sleep(0.05)
+
+
+def die() -> None:
+    """One worker fails while all others serve."""
+    with gw.init_rpc() as worker:
+        if worker.id == 1:
+            os._exit(3)
 
 
 if __name__ == "__main__":
