@@ -135,7 +135,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
 
     Raises:
         CallTimeout: others did not come to the end within `timeout` seconds (0 and the default have
-            no limit); the worker is closed all the same.
+            no limit), or calls from here are in flight; the worker is closed all the same.
     """
     global _process
     worker = current_worker()

@@ -418,7 +418,8 @@ class Worker:
         that are lost are not waited for. Else: leave now; calls in flight fail.
 
         Raises:
-            CallTimeout: others did not come to the end in time. The worker is closed all the same.
+            CallTimeout: others did not come to the end in time, or calls from here are in flight.
+                The worker is closed all the same.
         """
         if self._closed or self._is_copy():
             return
@@ -466,12 +467,12 @@ class Worker:
         In an elastic world others stay: then for what this worker has begun.
 
         Raises:
-            CallTimeout: others did not come to the end in time.
+            CallTimeout: others did not come to the end in time, or calls from here are in flight.
         """
         parties = (self._agent.caller, self.references)
         if self._meeting is not None and self._meeting.is_elastic:
-            for party in parties:
-                party.wait_quiet()
+            deadline = time.monotonic() + timeout if timeout else None
+            self._collectives.wait_quiet(parties, deadline, timeout)
             self._meeting.note(self.name, Part.FINISHED)
         else:
             self._collectives.settle(parties, timeout or 0)

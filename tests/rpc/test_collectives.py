@@ -441,6 +441,30 @@ def test_an_end_others_do_not_come_to_times_out_and_closes(world: World) -> None
         world[2].rpc_sync("worker0", whoami)
 
 
+def test_an_end_does_not_wait_longer_for_calls_than_it_is_told(world: World) -> None:
+    waiting = [world[0].rpc_async("worker1", never, timeout=0)]
+    with pytest.raises(
+        gw.CallTimeout, match=r"shutdown on worker 'worker0'.* in flight"
+    ):
+        world[0].shutdown(timeout=0.05)
+    assert world[0].is_closed
+    with pytest.raises(gw.ClosedError):
+        waiting[0].wait()
+
+
+def test_an_end_does_not_wait_longer_for_other_threads_than_it_is_told(
+    world: World,
+) -> None:
+    def wait_in_vain() -> None:
+        with pytest.raises(gw.ClosedError):
+            world[0].rpc_sync("worker1", never, timeout=0)
+
+    with meanwhile(wait_in_vain):
+        wait_until(lambda: in_flight(world[0]) == "1 calls in flight")
+        with pytest.raises(gw.CallTimeout, match="in flight"):
+            world[0].shutdown(timeout=0.05)
+
+
 def test_leaving_at_once_fails_the_calls_in_flight(world: World) -> None:
     futures = [world[0].rpc_async(to, never, timeout=0) for to in range(3)]
 

@@ -9,6 +9,8 @@ import pytest
 
 import gradwire as gw
 from gradwire._rref import held_forks
+from gradwire._rref.messages import NOTES
+from gradwire._transport.faulty import Faults
 from gradwire._wire.messages import CALL
 from gradwire.testing import World
 from tests.rpc.functions import Boom, never
@@ -49,6 +51,15 @@ def test_shutdown_settles_what_was_dropped(
     wait_until_freed("end0", "end1", "end2")
     assert "still holds" not in caplog.text
     assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
+
+
+def test_the_end_does_not_wait_longer_for_notes_than_it_is_told() -> None:
+    faults = Faults(drop=1.0, kinds=frozenset({NOTES}))
+    with World(2, seed=0, faults=faults) as world:
+        with world.as_worker(0):
+            assert gw.remote("worker1", max, (1, 2)).to_here() == 2
+        with pytest.raises(gw.CallTimeout, match="notes from here"):
+            world[0].shutdown(timeout=0.1)
 
 
 def test_values_are_freed_before_anyone_leaves() -> None:

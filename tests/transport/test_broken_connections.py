@@ -29,6 +29,7 @@ from tests.transport.calls import (
 from tests.transport.slow_network import Proxy
 from tests.worlds import (
     LIMIT,
+    SOON,
     close_world,
     meanwhile,
     open_world,
@@ -134,8 +135,8 @@ def test_calls_time_out_while_all_threads_over_there_are_stuck(gate: Gate) -> No
         start = time.monotonic()
         with pytest.raises(gw.CallTimeout):
             workers[0].rpc_async("worker1", max, (1, 2), timeout=0.2).wait()
-        assert time.monotonic() - start < 2.0
-        assert workers[0].rpc_sync("worker1", max, (1, 2), timeout=5) == 2
+        assert time.monotonic() - start < SOON
+        assert workers[0].rpc_sync("worker1", max, (1, 2), timeout=SOON) == 2
         gate.opened.set()
         assert [future.wait() for future in stuck] == [0, 1]
         assert workers[0].rpc_async("worker1", max, (1, 2)).wait() == 2
@@ -144,6 +145,7 @@ def test_calls_time_out_while_all_threads_over_there_are_stuck(gate: Gate) -> No
 def test_a_call_times_out_also_while_it_connects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr("gradwire._transport.connector._PATIENCE", 2 * SOON)
     workers = open_world(2)
     taken: list[socket.socket] = []
     for listener in workers[1]._transport._listeners:
@@ -151,7 +153,7 @@ def test_a_call_times_out_also_while_it_connects(
     start = time.monotonic()
     with pytest.raises(gw.CallTimeout):
         workers[0].rpc_sync("worker1", max, (1, 2), timeout=0.2)
-    assert time.monotonic() - start < 2.0
+    assert time.monotonic() - start < SOON
     for sock in taken:
         sock.close()
     close_world(workers, graceful=False)
@@ -332,8 +334,9 @@ def test_a_worker_that_can_accept_nobody_does_not_spin(
         monkeypatch.setattr(listener, "_sock", exhausted)
         with socket.create_connection(worker.card.tcp):
             wait_until(lambda: exhausted.tries)
-            threading.Event().wait(0.3)  # the time to measure over
-            assert exhausted.tries < 30
+            began = time.monotonic()
+            threading.Event().wait(0.3)  # the time to measure over, or longer
+            assert exhausted.tries < 30 + 20 * (time.monotonic() - began)
 
 
 def test_nobody_counts_as_lost_when_all_shut_down_together(

@@ -12,8 +12,10 @@ from torch.distributed import HashStore, Store, TCPStore
 import gradwire as gw
 from gradwire._transport.stores import Place
 from gradwire.worker import Worker
+from tests.rpc.functions import held, holding
 from tests.transport.stores import NewStore, new_tcp_store
 from tests.worlds import (
+    LIMIT,
     close_world,
     join_world,
     socket_world,
@@ -195,6 +197,22 @@ def test_an_elastic_world_is_left_without_waiting_for_the_others() -> None:
     first.shutdown()
     wait_until(lambda: second.get_worker_infos() == [("second", 1)])
     second.shutdown()
+
+
+def test_an_elastic_world_is_not_left_later_than_told() -> None:
+    store = HashStore()
+    first = join_world("first", elastic(store))
+    second = join_world("second", elastic(store))
+    with holding() as hold:
+        waiting = second.rpc_async("first", held, timeout=0)
+        assert hold.entered.wait(LIMIT)
+        with pytest.raises(gw.CallTimeout, match="in flight"):
+            second.shutdown(timeout=0.05)
+        hold.release.set()
+    assert second.is_closed
+    with pytest.raises(gw.ClosedError):
+        waiting.wait()
+    first.shutdown()
 
 
 def test_a_fixed_and_an_elastic_world_share_a_store() -> None:

@@ -129,6 +129,7 @@ def test_who_has_been_silent_for_the_longest_time_makes_place() -> None:
 def test_one_address_does_not_take_the_places_of_others(workers: list[Worker]) -> None:
     address, acceptor = workers[0].card.tcp, workers[0]._transport._acceptor
     assert address is not None
+    acceptor.patience = LIMIT  # nobody goes because the time is up
     with ExitStack() as stack:
 
         def connect(source: str) -> socket.socket:

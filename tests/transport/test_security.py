@@ -7,7 +7,6 @@ import hmac
 import pickle
 import socket
 import struct
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -162,7 +161,6 @@ def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
 ) -> None:
     monkeypatch.setattr(target._transport._acceptor, "patience", 0.3)
     with stranger(target) as sock:
-        start = time.monotonic()
         sock.settimeout(0.1)
         for byte in new_hello(Purpose.SHARED, 1, target.card.instance, 1).to_bytes():
             try:
@@ -170,9 +168,11 @@ def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
                 if not sock.recv(1):  # paces the bytes; nothing comes in between
                     break
             except TimeoutError:
-                assert time.monotonic() - start < 3.0, "it may take for ever"
+                pass
             except ConnectionError:
                 break
+        else:
+            pytest.fail("it may take for ever")
 
 
 def test_strangers_beyond_a_number_are_shut_out_at_once(

@@ -262,13 +262,18 @@ class Caller:
         for pending in [*orphans, *(held.pending for held in self._held.drop_all())]:
             fail(pending, ClosedError("this worker was shut down"))
 
-    def wait_quiet(self) -> None:
-        """Wait until nothing is in flight from here."""
+    def wait_quiet(self, deadline: float | None = None) -> bool:
+        """Wait until nothing is in flight from here; whether it is so before the deadline."""
         self._held.flush_all()
         for pending in self._calls:
-            self._wait_for(pending.answer, None)
-        while self._exchanging or self._opening:
-            time.sleep(0.001)  # other threads of this process; each ends by itself
+            self._wait_for(pending.answer, deadline)
+            if not pending.answer.done():
+                return False
+        while self._exchanging or self._opening:  # by other threads of this process
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
+            time.sleep(0.001)
+        return True
 
     def _seconds(self, timeout: float | None) -> float:
         return self._default_timeout if timeout is None else check_timeout(timeout)

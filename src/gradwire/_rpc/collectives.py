@@ -8,6 +8,7 @@ call fails, except at the end of the world, where the next one takes its place.
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,12 +17,14 @@ from typing import Any, Protocol
 
 import torch
 
-from ..errors import WorkerLostError
+from ..errors import CallTimeout, WorkerLostError
 from ..ids import WorkerInfo
 from ..locks import CheckedLock
 from .agent import Agent
 from .function_runner import Later
 from .messages import GATHER, Gather
+
+_LEAST = 0.001  # seconds: 0 would be no limit
 
 
 @dataclass(slots=True)
@@ -76,8 +79,8 @@ class Party(Protocol):
     def started(self) -> int:
         """How many have ever been started."""
 
-    def wait_quiet(self) -> None:
-        """Wait until they have all completed."""
+    def wait_quiet(self, deadline: float | None = None) -> bool:
+        """Wait until they have all completed; whether they have before the deadline."""
 
 
 class Collectives:
@@ -105,23 +108,48 @@ class Collectives:
 
         That is so when each was quiet in two rounds and started nothing from one to the other. The
         count is taken before the quiet: whatever it includes has then ended.
+
+        Raises:
+            CallTimeout: it was not so in time.
         """
+        deadline = time.monotonic() + timeout if timeout else None
         before: dict[str, int] = {}
         rounds: Counter[int] = Counter()  # by collector: each begins anew, for all
         while True:
             started = sum(party.started for party in parties)
-            for party in parties:
-                party.wait_quiet()
+            self.wait_quiet(parties, deadline, timeout)
             collector = self._collector()
             key = f"end/{collector}/{rounds[collector]}"
             rounds[collector] += 1
             try:
-                now = self._gather(collector, key, started, timeout)
+                left = max(deadline - time.monotonic(), _LEAST) if deadline else 0.0
+                now = self._gather(collector, key, started, left)
             except WorkerLostError:
                 now = {}  # another collects next time
+            except CallTimeout:
+                raise self._late(
+                    timeout, "not all workers have come to the end"
+                ) from None
             if now and now == before:
                 return
             before = now
+
+    def wait_quiet(
+        self, parties: Sequence[Party], deadline: float | None, timeout: float | None
+    ) -> None:
+        """Wait until nothing that was begun here is under way.
+
+        Raises:
+            CallTimeout: it was not so before the deadline.
+        """
+        for party in parties:
+            if not party.wait_quiet(deadline):
+                raise self._late(
+                    timeout, "calls or notes from here are still in flight"
+                )
+
+    def _late(self, timeout: float | None, why: str) -> CallTimeout:
+        return CallTimeout("shutdown", self._agent.me.name, timeout or 0.0, why)
 
     def _collector(self) -> int:
         return self._agent.members.cards()[0].id

@@ -338,22 +338,25 @@ class References:
         """How many notes about references were sent from here."""
         return self.notifier.said
 
-    def wait_quiet(self) -> None:
-        """Wait until all notes are delivered and no reference is in transit."""
+    def wait_quiet(self, deadline: float | None = None) -> bool:
+        """Wait until all notes are delivered and no reference is in transit; whether it is so."""
         if self.held_forks.holdings():
             gc.collect()  # those in cycles
         while True:
             self.notifier.tidy(ask_until=float("inf"))
             unanswered = self.notifier.unanswered
             for answer in unanswered:
+                left = None if deadline is None else deadline - time.monotonic()
                 try:
-                    answer.wait()
-                except GradwireError:
+                    answer.wait(left)
+                except (GradwireError, TimeoutError):
                     pass  # the next round sees to it
+            if not unanswered and self.held_forks.is_quiet:
+                self._note_leaks()
+                return True
+            if deadline is not None and time.monotonic() >= deadline:
+                return False
             if not unanswered:
-                if self.held_forks.is_quiet:
-                    self._note_leaks()
-                    return
                 time.sleep(0.005)  # a receiver will tell us, or can be asked again
 
     def _note_leaks(self) -> None:
