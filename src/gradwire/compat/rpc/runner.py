@@ -41,8 +41,9 @@ class TorchRunner(Runner):
 
     def returned(self, function: Any, call: Call, value: Any) -> Any:
         value = super().returned(function, call, value)
-        if is_scripted(profiling.unwrapped(function)):
-            return shared(value)
+        scripted = profiling.unwrapped(function)
+        if is_scripted(scripted):
+            return shared(scripted, value)
         if isinstance(value, torch.Future):
             raise RuntimeError("Can not pickle torch.futures.Future")
         return value

@@ -24,13 +24,21 @@ def check_arguments(function: Any, args: Any, kwargs: Any) -> None:
     check(function, args, kwargs)
 
 
-def shared(value: Any) -> Any:
-    """What a scripted function has returned, such that scripts see one another's changes of it."""
-    if type(value) is list and value:
-        return torch._C.ScriptList(value)
-    if type(value) is dict and value:
-        return torch._C.ScriptDict(value)
-    return value
+def shared(function: Any, value: Any) -> Any:
+    """What a scripted function has returned, such that scripts see one another's changes of it.
+
+    Those are lists and dicts. torch infers their type from what is in them: it cannot for
+    references, or if an element is empty, and forgets the names of tuples. There, all get copies.
+    """
+    if type(value) not in (list, dict) or not value:
+        return value
+    if "__torch__." in function.schema.returns[0].type.annotation_str:
+        return value
+    share = torch._C.ScriptList if type(value) is list else torch._C.ScriptDict
+    try:
+        return share(value)
+    except (RuntimeError, torch.jit.Error):
+        return value
 
 
 def profiled_name(function: Any) -> str:
