@@ -21,6 +21,7 @@ locks.
 import faulthandler
 import sys
 import threading
+import time
 from typing import Any
 
 import torch
@@ -28,7 +29,9 @@ from torch import Tensor
 from torch.autograd import Function
 
 ROUNDS = 200_000
-SECONDS = 20.0  # until it counts as frozen: the stacks of all threads are shown
+SECONDS = (
+    20.0  # that it runs; it is frozen if 1,000 rounds take as long: shows all stacks
+)
 
 
 class Same(Function):
@@ -49,14 +52,19 @@ def compute(p: Tensor, is_over: threading.Event) -> None:
 def main() -> None:
     is_held = sys.argv[1:] == ["held"]
     torch.set_num_threads(1)
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
     p, is_over = torch.ones(3, requires_grad=True), threading.Event()
     thread = threading.Thread(target=compute, args=(p, is_over))
     thread.start()
-    for _ in range(ROUNDS):
+    deadline = time.monotonic() + SECONDS
+    for number in range(ROUNDS):
+        if number % 1000 == 0:
+            faulthandler.dump_traceback_later(SECONDS, exit=True)
         graph = p.view_as(p) if is_held else None
         Same.apply(p)
         del graph
+        if time.monotonic() > deadline:
+            break
+    faulthandler.cancel_dump_traceback_later()
     is_over.set()
     thread.join()
     sys.stdout.write(f"torch {torch.__version__} did not freeze\n")
