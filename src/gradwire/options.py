@@ -128,6 +128,12 @@ class Options:
     """The largest message accepted, not counting its large tensors."""
     max_bulk: int = _from_env("MAX_BULK", int, 1 << 37)
     """The most bytes of large tensors accepted in one message."""
+    max_peer_connections: int = _from_env("MAX_PEER_CONNECTIONS", int, 64)
+    """Connections that one other worker may have open here."""
+    max_peer_requests: int = _from_env("MAX_PEER_REQUESTS", int, 1 << 16)
+    """Requests of one other worker that may wait or run here; more are answered with an error."""
+    max_peer_memory: int | None = _from_env("MAX_PEER_MEMORY", int, None)
+    """Their bytes together. Default: three quarters of the machine's memory, or the container's."""
     min_workers: int | None = _from_env("MIN_WORKERS", int, None)
     """If given: the world is elastic, and `init_rpc` returns once so many workers have come."""
     world: str = _from_env("WORLD", str, "default")
@@ -148,12 +154,17 @@ class Options:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r}: must not be negative"
                 )
-        sizes = "threads max_body max_bulk max_strangers max_strangers_per_address"
+        sizes = (
+            "threads max_body max_bulk max_strangers max_strangers_per_address "
+            "max_peer_connections max_peer_requests"
+        )
         for name in sizes.split():
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)!r}: must be at least 1")
-        if self.min_workers is not None and self.min_workers < 1:
-            raise ValueError(f"min_workers={self.min_workers!r}: must be at least 1")
+        for name in ("min_workers", "max_peer_memory"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"{name}={value!r}: must be at least 1")
         if self.torch_threads is not None and self.torch_threads < 0:
             raise ValueError(
                 f"torch_threads={self.torch_threads!r}: must not be negative"

@@ -44,14 +44,29 @@ def key_of(worker: Worker) -> bytes:
     return worker._transport._endpoint.credentials.key
 
 
-def shake_hands(
-    sock: socket.socket, worker: Worker, purpose: Purpose, me: int = 1
+def send_proof(
+    sock: socket.socket,
+    worker: Worker,
+    purpose: Purpose,
+    me: int = 1,
+    link: int = 12345,
 ) -> None:
     """Connect as worker `me` to this worker, as one who knows the key."""
-    hello = new_hello(purpose, me, worker.card.instance, 12345).to_bytes()
+    hello = new_hello(purpose, me, worker.card.instance, link).to_bytes()
     sock.sendall(hello)
     answer = receive_exactly(sock, CHALLENGE_SIZE)
     sock.sendall(prove(key_of(worker), hello, answer))
+
+
+def shake_hands(
+    sock: socket.socket,
+    worker: Worker,
+    purpose: Purpose,
+    me: int = 1,
+    link: int = 12345,
+) -> None:
+    """Do so, and be let in."""
+    send_proof(sock, worker, purpose, me, link)
     assert receive_exactly(sock, 1) == b"."
 
 

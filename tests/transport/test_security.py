@@ -35,6 +35,7 @@ from tests.transport.strangers import (
     is_closed,
     key_of,
     receive_exactly,
+    send_proof,
     shake_hands,
     stranger,
 )
@@ -322,13 +323,14 @@ def test_a_second_shared_connection_is_refused(journal: Journal) -> None:
 
 
 def test_one_who_knows_the_key_but_is_not_in_the_world_is_not_served(
-    workers: list[Worker],
+    workers: list[Worker], journal: Journal
 ) -> None:
+    body = pickle.dumps((CALLED.append, ("it ran",), {}, None))
     with stranger(workers[0]) as sock:
-        shake_hands(sock, workers[0], Purpose.LEASED, me=99)
-        body = pickle.dumps((CALLED.append, ("it ran",), {}, None))
+        send_proof(sock, workers[0], Purpose.LEASED, me=99)
         sock.sendall(header(body=len(body)) + body)
         assert is_closed(sock)
+    journal.wait_for("connection of worker 99: there is no such worker in this world")
     assert not CALLED
 
 

@@ -18,7 +18,13 @@ from .._transport.base import Card, Respond, Transport
 from .._wire.frames import Frame, Parcel
 from .._wire.functions import describe
 from .._wire.messages import Call
-from ..errors import ClosedError, ProtocolError, StaleReferenceError, WorkerLostError
+from ..errors import (
+    ClosedError,
+    GradwireError,
+    ProtocolError,
+    StaleReferenceError,
+    WorkerLostError,
+)
 from ..events import Event
 from ..ids import WorkerInfo
 from ..options import Options
@@ -153,6 +159,9 @@ class Agent:
             self.add_member(card)
         return self._peers.get(worker)
 
+    def knows(self, worker: int) -> bool:
+        return worker in self._peers
+
     def name_of(self, worker: int) -> str | None:
         peer = self._peers.get(worker) or self._introduced(worker)
         return None if peer is None else peer.name
@@ -239,6 +248,10 @@ class Agent:
         if peer is None:
             raise ProtocolError(f"worker {sender} is not known here")
         if not peer.is_new(frame.call):
+            return
+        if frame.refused:
+            error = GradwireError(f"worker {self.me.name!r}: {frame.refused}")
+            respond(self._codec.failure(error, peer.manner))
             return
         self.run_count += 1
         if self.before_each is not None:

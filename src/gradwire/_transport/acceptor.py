@@ -62,7 +62,7 @@ class Acceptor:
         self._places_of_one = options.max_strangers_per_address
         self.welcome = welcome
         self.executor = endpoint.executor
-        self._refusals = _Refusals(endpoint.executor)
+        self.refusals = _Refusals(endpoint.executor)
         self._lock = CheckedLock()
         self._strangers: dict[_Stranger, None] = {}  # by age, the oldest first
         self._closed = False
@@ -139,7 +139,7 @@ class Acceptor:
     def _refuse(self, stranger: _Stranger, why: object) -> None:
         stranger.close()
         if not self._closed:
-            self._refusals.add(str(why))
+            self.refusals.add(f": {why}")
             self.receiver.refused(stranger.origin, str(why))
 
 
@@ -247,10 +247,10 @@ class _Stranger:
 
     def _enter(self) -> None:
         """It knows the key: it is a member's connection from now on."""
-        if isinstance(self._sock, TlsSocket):
-            self._acceptor.executor.submit(self._welcome)  # may ask the store
-        else:
+        if self._acceptor.receiver.knows(Hello.from_bytes(self._hello).sender):
             self._welcome()
+        else:
+            self._acceptor.executor.submit(self._welcome)  # asks the store
 
     def _welcome(self) -> None:
         if not self._acceptor.take_out(self):
@@ -258,11 +258,14 @@ class _Stranger:
         self._acceptor.poller.drop(self)
         hello = Hello.from_bytes(self._hello)
         try:
+            name = self._acceptor.receiver.name_of(hello.sender)
+            if name is None:
+                raise ProtocolError("there is no such worker in this world")
             if isinstance(self._sock, TlsSocket):
-                check_name(self._sock, self._acceptor.receiver.name_of(hello.sender))
+                check_name(self._sock, name)
             self._acceptor.welcome(hello, self._sock)
         except (ProtocolError, RuntimeError) as error:  # no thread for it, say
-            log.warning("refused a connection of worker %d: %s", hello.sender, error)
+            self._acceptor.refusals.add(f" of worker {hello.sender}: {error}")
             self._acceptor.receiver.refused(self.origin, str(error))
             self._sock.close()
             return
@@ -290,7 +293,7 @@ class _Refusals:
                 self._last = why
                 return
             self._until = now + _LOG_INTERVAL
-        log.warning("refused a connection: %s", why)
+        log.warning("refused a connection%s", why)
         self._executor.look_at(self._until, self._tell_others)
 
     def _tell_others(self) -> None:
@@ -299,7 +302,7 @@ class _Refusals:
             if count:
                 self._until = time.monotonic() + _LOG_INTERVAL
         if count:
-            text = "refused %d more connections, the last one: %s"
+            text = "refused %d more connections, the last one%s"
             log.warning(text, count, self._last)
             self._executor.look_at(self._until, self._tell_others)
 

@@ -134,6 +134,9 @@ class Receiver(Protocol):
             ProtocolError: the sender is not one to be served.
         """
 
+    def knows(self, worker: int) -> bool:
+        """Whether a worker is known to be in the world, without asking the store."""
+
     def name_of(self, worker: int) -> str | None:
         """The name of a worker in the world. May ask the store."""
 

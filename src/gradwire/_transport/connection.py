@@ -47,6 +47,7 @@ from .base import Answer, IsOver, check_wait
 from .endpoint import BROKEN, Endpoint
 from .exchange import Exchange
 from .framed_socket import FramedSocket
+from .quota import Charge
 from .reader_role import ReaderRole, Step
 from .send_queue import SendQueue
 
@@ -131,9 +132,10 @@ class Connection:
             raise ConnectionResetError("connection closed")
 
     def note(self, kind: int) -> None:
-        """Say something without a body, unless the connection is over."""
+        """Say something without a body, unless the connection is over. Never waits for room."""
         try:
-            self.queue.put(note(kind))
+            if not self.queue.note(note(kind)):
+                self._start_timer()
         except OSError:
             pass  # whoever reads will notice
 
@@ -368,7 +370,8 @@ class Connection:
                     self.framed.read(deadline, self._endpoint.busy_poll)
                 frame = frames.popleft()
                 # Not by `_request`: anomaly mode formats each frame below a user's function.
-                serve(self.peer, frame, partial(self.respond, frame.call))
+                respond = partial(self.respond, frame.call, frame.charge)
+                serve(self.peer, frame, respond)
                 del frame
         except TimeoutError:
             self.watch()
@@ -406,7 +409,7 @@ class Connection:
                 next_reader = self._role.give_up()
                 self._reader = 0
         self._take_notes()
-        for _ in range(len(self._role.unopened)):
+        for _ in range(self.framed.reader.to_deliver()):
             self._endpoint.executor.submit(self._deliver_next)
         self._hand_over(next_reader)
 
@@ -426,21 +429,26 @@ class Connection:
                 raise
 
     def _request(self, frame: Frame) -> None:
-        respond = partial(self.respond, frame.call)
         try:
+            if frame.charge is None:
+                raise ProtocolError("it makes requests where it is to answer them")
+            frame.refused = frame.refused or frame.charge.refusal()
+            respond = partial(self.respond, frame.call, frame.charge)
             self._endpoint.receiver.serve(self.peer, frame, respond)
         except ProtocolError as error:
             self.end(error)
 
-    def respond(self, call: int, parcel: Parcel) -> None:
+    def respond(self, call: int, charge: Charge, parcel: Parcel) -> None:
         """Send the response to a request. Quietly nothing, if the connection is over."""
         try:
             if self._is_leased:
                 with self.queue.lock:
                     self.framed.write(call, parcel)
+                charge.give_back()
             else:
                 more = parcel.can_wait or self._endpoint.executor.backlog > 1
-                self.send(call, parcel, more=more)
+                if not self.queue.respond(call, parcel, charge, more=more):
+                    self._start_timer()
         except OSError as error:
             log.debug("response to worker %d could not be sent: %s", self.peer, error)
         parcel.was_sent()
@@ -455,8 +463,6 @@ class Connection:
                 return  # another thread was quicker
             if kind == PING:
                 self.note(PONG)
-
-    # The end
 
     def end(self, why: BaseException | None) -> None:
         """It is over. Whoever uses it finds out; responses that have come are delivered."""

@@ -25,6 +25,7 @@ from .connector import Dialer
 from .endpoint import BROKEN, Endpoint, describe_end
 from .framed_socket import Stream
 from .handshake import Purpose
+from .quota import Quota
 from .shared_memory import SegmentMap, SegmentPool
 
 log = logging.getLogger("gradwire")
@@ -52,6 +53,7 @@ class Connections:
         self._closed = False
         self._reason: str | None = None  # why they have ended
         self._side: socket.socket | None = None
+        self._quota: Quota | None = None
         self._pool: SegmentPool | None = None
         self._map: SegmentMap | None = None
 
@@ -76,6 +78,7 @@ class Connections:
 
     def _connection(self, sock: Stream, *, is_leased: bool) -> Connection:
         framed = self._endpoint.framed(sock, self._pool, self._map)
+        framed.reader.quota = self._quota
         return Connection(
             self._endpoint,
             framed,
@@ -281,19 +284,34 @@ class OutgoingConnections(Connections):
 
 
 class IncomingConnections(Connections):
-    """The acceptor's end."""
+    """The acceptor's end. All of one peer have a quota together."""
 
-    def __init__(self, endpoint: Endpoint, peer: int, ended: Ended) -> None:
+    _quota: Quota
+
+    def __init__(
+        self, endpoint: Endpoint, peer: int, ended: Ended, *, quota: Quota
+    ) -> None:
         super().__init__(endpoint, peer, ended)
+        self._quota = quota
         self._silent_since = 0.0
 
     def __repr__(self) -> str:
         return f"<connections from worker {self.peer}: {len(self._leased)} leased>"
 
     @property
+    def count(self) -> int:
+        """How many there are; one at least, as each may still come."""
+        return max(1, len(self._leased) + bool(self.shared) + bool(self._side))
+
+    @property
     def was_used(self) -> bool:
         """Whether anything came. If not, who opened them may have given up half-way."""
         return self.shared is not None and self.shared.heard_at != self._silent_since
+
+    def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
+        super()._lease_ended(connection, why)
+        if self.shared is None and not self._leased and self._side is None:
+            self._end()  # of one who did not begin with the shared one, as ours do
 
     def accept(self, purpose: Purpose, sock: Stream) -> None:
         """Take in an authenticated connection.

@@ -120,14 +120,14 @@ class Credentials:
             os.unlink(path)
 
 
-def check_name(sock: TlsSocket, name: str | None) -> None:
+def check_name(sock: TlsSocket, name: str) -> None:
     """Whether the other end is the worker of that name.
 
     Raises:
         AuthenticationError: its certificate is another one's.
     """
     names = sock.names()
-    if name is None or name not in names:
+    if name not in names:
         shown = ", ".join(sorted(names)) or "no names"
         raise AuthenticationError(f"its certificate is for {shown}, not for {name!r}")
 

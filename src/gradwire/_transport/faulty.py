@@ -237,6 +237,7 @@ class _FaultyReceiver:
         self._transport = transport
         self._receiver = receiver
         self.complete = receiver.complete
+        self.knows = receiver.knows
         self.name_of = receiver.name_of
         self.refused = receiver.refused
 

@@ -22,6 +22,7 @@ from ..errors import ProtocolError
 from ..locks import check_none_held, reentered
 from .base import NAP, Traffic
 from .busy_poll import WAKE_UP, BusyPoll
+from .quota import MOST_REFUSED, Charge, Quota
 from .shared_memory import Recycler, SegmentMap, SegmentPool
 
 Waiting = Callable[[], AbstractContextManager[None]]
@@ -61,6 +62,10 @@ class FrameReader:
         self.notes: deque[int] = deque()  # kinds of the transport's own messages
         self.said_goodbye = False
         self.segments: SegmentMap | None = None
+        self.quota: Quota | None = None
+        """The limits of who sends requests here."""
+        self.came = 0
+        """Frames since `to_deliver` was last called, or more."""
         self._sock = sock
         self._recv = sock.recv
         self._most_body, self._most_bulk = limits
@@ -71,6 +76,8 @@ class FrameReader:
         self._parts: deque[memoryview] = (
             deque()
         )  # of the long frame, still to be filled
+        self._charge: Charge | None = None  # for the long frame
+        self._unwanted = 0  # bytes to come of a long frame that is refused
 
     def pull(self) -> None:
         """Read what is there, once; complete frames are added to `frames`.
@@ -81,6 +88,9 @@ class FrameReader:
             ProtocolError: what came is no frame.
         """
         if self._long is not None:
+            if self._unwanted:
+                self._drop_some()
+                return
             count = self._sock.recv_into(self._parts[0][:_PIECE])
             if not count:
                 raise EOFError("connection closed in the middle of a frame")
@@ -103,8 +113,15 @@ class FrameReader:
             if not used:
                 break
             at += used
+            self.came += 1
         if at < end:
             self._rest = data[at:]
+
+    def to_deliver(self) -> int:
+        """How often someone has to deliver a frame, now that some have come."""
+        came, self.came = self.came, 0
+        # Of requests none is delivered but so; there may be many that wait for a thread.
+        return len(self.frames) if self.quota is None else came
 
     def _take(self, data: bytes, at: int) -> int:
         """One frame from `data`; the bytes used, or 0 if more have to come first."""
@@ -118,6 +135,8 @@ class FrameReader:
             frame = Frame(kind, encoding, call, data[start:end])
             if scope or over:
                 frame.scope, frame.mark, frame.over = scope, mark, over
+            if self.quota is not None:
+                self._account(frame, self.quota.charge(length), length)
             self.frames.append(frame)
             return end - at
         in_stream = bulk and not segment
@@ -131,6 +150,11 @@ class FrameReader:
     def _begin_long(self, header: Header, data: memoryview) -> int:
         """Have the rest of this frame received straight to where it belongs."""
         _, _, _, length, _, _, _, bulk, segment, _ = header
+        size = length if segment else length + bulk
+        if self.quota is not None:
+            self._charge = self.quota.charge(size)
+            if self._charge is None:
+                return self._refuse_long(header, size, len(data))
         # Both take memory only as their bytes arrive, however much is announced.
         body = memoryview(self._recycler.area(length)).cast("B")
         area = None
@@ -147,6 +171,50 @@ class FrameReader:
             used += count
         return used
 
+    def _account(self, frame: Frame, charge: Charge | None, size: int) -> None:
+        """Charge a request to its sender, or have it refused.
+
+        Raises:
+            ProtocolError: so many are refused that the sender cannot be listening.
+        """
+        quota = self.quota
+        assert quota is not None
+        if charge is not None:
+            frame.charge = charge
+            return
+        frame.refused = quota.refusal(size)
+        frame.body, frame.area, frame.charge = b"", None, Charge(quota, 0)
+        if quota.requests > quota.most_requests + MOST_REFUSED:
+            raise ProtocolError(f"{quota.requests} requests of it are in flight")
+
+    def _refuse_long(self, header: Header, size: int, here: int) -> int:
+        """Have all of this frame dropped as it comes."""
+        self._long = header, memoryview(b""), None
+        self._unwanted = size - min(here, size)
+        if not self._unwanted:
+            self._finish_refused(size)
+        return min(here, size)
+
+    def _drop_some(self) -> None:
+        data = self._recv(min(self._unwanted, _CHUNK))
+        if not data:
+            raise EOFError("connection closed in the middle of a frame")
+        self._traffic.received += len(data)
+        self._unwanted -= len(data)
+        if not self._unwanted:
+            assert self._long is not None
+            _, _, _, length, _, _, _, bulk, segment, _ = self._long[0]
+            self._finish_refused(length if segment else length + bulk)
+
+    def _finish_refused(self, size: int) -> None:
+        assert self._long is not None
+        (_, kind, encoding, _, call, *_), _, _ = self._long
+        self._long = None
+        frame = Frame(kind, encoding, call, b"")
+        self._account(frame, None, size)
+        self.frames.append(frame)
+        self.came += 1
+
     def _filled(self, count: int) -> None:
         part = self._parts.popleft()[count:]
         if part:
@@ -159,6 +227,7 @@ class FrameReader:
 
     def _finish(self, header: Header, body: bytes | memoryview, area: Any) -> None:
         _, kind, encoding, _, call, scope, mark, bulk, segment, over = header
+        charge, self._charge = self._charge, None
         if kind in NOTES:
             self.said_goodbye |= kind == GOODBYE
             self.notes.append(kind)
@@ -171,7 +240,11 @@ class FrameReader:
         frame = Frame(kind, encoding, call, body)
         frame.area = area
         frame.scope, frame.mark, frame.over = scope, mark, over
+        if self.quota is not None:
+            size = len(body)
+            self._account(frame, charge or self.quota.charge(size), size)
         self.frames.append(frame)
+        self.came += 1
 
 
 class FramedSocket:
@@ -283,6 +356,15 @@ class FramedSocket:
         self._traffic.sent += sent
         if sent < len(data):
             self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
+
+    def write_now(self, data: bytes) -> int:
+        """Send what there is room for; how much that is. The rest has to follow."""
+        try:
+            sent = self._send(data)
+        except BlockingIOError:
+            return 0
+        self._traffic.sent += sent
+        return sent
 
     def _write_buffers(
         self, buffers: deque[memoryview], deadline: float | None

@@ -13,6 +13,7 @@ import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakValueDictionary
 
 from .._wire.frames import Frame, Limits, Parcel
 from ..cores import to_mask, usable_cores
@@ -34,6 +35,7 @@ from .keys import Keys
 from .listener import Listener
 from .loopback import LoopbackNetwork, LoopbackTransport
 from .poller import Poller
+from .quota import Quota
 from .shared_memory import Recycler
 
 log = logging.getLogger("gradwire")
@@ -60,6 +62,8 @@ class SocketTransport:
         self._tcp: tuple[str, int] | None = None
         self._out: dict[int, OutgoingConnections] = {}
         self._in: dict[tuple[int, int], IncomingConnections] = {}
+        self._quotas: WeakValueDictionary[int, Quota] = WeakValueDictionary()
+        """By worker, as long as it has connections here, or something in flight."""
         self._leaving: set[int] = set()  # workers that have said goodbye
         self._lock = CheckedLock()
         self._making: dict[int, CheckedLock] = {}
@@ -290,12 +294,27 @@ class SocketTransport:
         with self._lock:
             if self._closed:
                 raise ProtocolError("this worker is shut down")
+            self._check_number(hello.sender)
             link = self._in.get(key)
             if link is None:
+                quota = self._quotas.get(hello.sender) or Quota(self._options)
+                self._quotas[hello.sender] = quota
                 link = self._in[key] = IncomingConnections(
-                    self._endpoint, hello.sender, self._ended
+                    self._endpoint, hello.sender, self._ended, quota=quota
                 )
             return link
+
+    def _check_number(self, sender: int) -> None:
+        """Whether a worker may have another connection here.
+
+        Raises:
+            ProtocolError: it has as many as it may have.
+        """
+        count = sum(link.count for link in self._in.values() if link.peer == sender)
+        if count >= self._options.max_peer_connections:
+            raise ProtocolError(
+                f"{count} of it are open, the limit is max_peer_connections"
+            )
 
     def _pace(self) -> float:
         beats = (self._options.heartbeat, self._options.host_heartbeat)

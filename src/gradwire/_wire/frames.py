@@ -176,6 +176,10 @@ class Frame:
     """What must have come to its end before the message may be used; known when it is opened."""
     context: Any = None
     """What an upper layer knows of the scope (`Recorder`); known when it is opened."""
+    refused = ""
+    """Why a request must not be run: its sender has too much in flight. The body was dropped."""
+    charge: Any = None
+    """Its entry in the sender's quota (`_transport/quota.py`)."""
     area: Any = None  # a writable buffer that lives as long as the tensors made of it
 
     def __init__(
