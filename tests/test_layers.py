@@ -73,6 +73,9 @@ PRIVATE_TORCH: dict[str, str] = {
     "gradwire._wire.tensor_kinds": "quantized tensors from their stored integers",
 }
 
+# Modules of torch's: what counts is which of the names in them is used where.
+PRIVATE_NAMESPACES = {"_C", "_builtins", "_jit_internal", "_state"}
+
 PRIVATE_PYTHON = {"_DummyThread", "_exit", "_getframe", "_initializing", "_is_owned"}
 
 SOURCE = Path(__file__).parents[1] / "src" / ROOT
@@ -362,6 +365,17 @@ def test_private_torch_names_stand_only_where_listed() -> None:
     unlisted = {m: names for m, names in found.items() if m not in PRIVATE_TORCH}
     assert unlisted == {}
     assert PRIVATE_TORCH.keys() - found.keys() == set(), "listed for nothing"
+
+
+def test_each_private_torch_name_stands_in_one_module() -> None:
+    users: dict[str, set[str]] = {}
+    for module in sources():
+        for name in {*private_torch_names(tree(module)), *others(module)}:
+            last = name.rpartition(".")[2]
+            if last.startswith("_") and last not in PRIVATE_NAMESPACES:
+                users.setdefault(last, set()).add(module)
+    assert len(users) > 20
+    assert {n: sorted(found) for n, found in users.items() if len(found) > 1} == {}
 
 
 def test_files_and_functions_stay_small() -> None:

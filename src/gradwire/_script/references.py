@@ -127,8 +127,7 @@ def inferred(value: Any) -> Any:
     if isinstance(value, dict):
         first = next(iter(value.items()), None)
         if first is not None and isinstance(first[1], RRef):
-            key = torch._C._jit_try_infer_type(first[0]).type()
-            return torch._C.DictType(key, inferred(first[1]))
+            return torch._C.DictType(kind_of(type(first[0])), inferred(first[1]))
     return None
 
 

@@ -4,8 +4,8 @@ For an interface with a method `forward`, the handle gets `forward` and `forward
 signature, whose calls are made by the script; the module's worker runs a scripted function, which
 is generated from the interface there, too, under the same name.
 
-Private torch names, and what breaks without them: `torch.jit._state`, where interfaces are;
-`torch._jit_internal`, for their names. Without them a remote module could not be scripted.
+Private torch names, and what breaks without them: `torch._jit_internal`, for the names of
+interfaces. Without it a remote module could not be scripted.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from typing import Any
 
 import torch
 from torch._jit_internal import _qualified_name
-from torch.jit import _state
 
-from . import compiler
+from . import compiler, targets
 from .frontends import Frontend
 from .references import reference_to
 from .types import annotation
@@ -130,7 +129,7 @@ def _kind(interface: Any) -> Any:
             f"module_interface_cls {interface} must be a type object decorated by "
             "@torch.jit.interface"
         )
-    return _state._python_cu.get_interface(_qualified_name(interface))
+    return targets.interface(_qualified_name(interface))
 
 
 def _schema(interface: Any) -> Any:

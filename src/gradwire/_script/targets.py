@@ -4,7 +4,7 @@ In a script a function is its qualified name, `__torch__.module.name`, as TorchS
 carry the function itself, which the wire layer names in its own way.
 
 Private torch names, and what breaks without them: `torch.jit._state`, the compilation unit of all
-that Python has scripted. Without it no function could be found by its name.
+that Python has scripted. Without it no function or interface could be found by its name.
 """
 
 from __future__ import annotations
@@ -70,6 +70,11 @@ def _in_module(name: str) -> Any:
         return getattr(importlib.import_module(title), attribute, None)
     except (ImportError, ValueError):
         return None
+
+
+def interface(name: str) -> Any:
+    """The type of the interface of this name, which is scripted in this process."""
+    return _state._python_cu.get_interface(name)
 
 
 def undefined(name: str, why: str) -> RuntimeError:
