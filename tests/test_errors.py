@@ -134,7 +134,8 @@ def test_the_last_line_says_what_to_do() -> None:
         raise gw.CallTimeout("f", "worker1", 3)
     last = traceback.format_exception(caught.value)[-1]
     assert (
-        last.strip() == "to find what it waits for, see CallTimeout in docs/errors.md"
+        last.strip()
+        == "to find out what it waits for, see CallTimeout in docs/errors.md"
     )
 
 

@@ -16,12 +16,12 @@ usage: gradwire COMMAND [options]
 
   launch   start the workers of a world: gradwire launch -n 4 train.py [args]
   run      run a program for torch.distributed.rpc: gradwire run train.py [args]
-  key      make the secret of a world on several machines: gradwire key world.key
-  doctor   what this machine offers, what is used of it, and a self test
-  demo     train a network spread over four workers, and the same in one process
-  bench    measure calls and backward passes beside torch RPC
+  key      create the key of a world on several machines: gradwire key world.key
+  doctor   check what this machine offers and what is used, with a self-test
+  demo     train a network spread over four workers, and compare with one process
+  bench    compare calls and backward passes with torch RPC
 
-gradwire COMMAND --help has the options of a command, their defaults and an example.
+gradwire COMMAND --help prints a command's options, their defaults and an example.
 gradwire --version prints the version."""
 
 _MODULES = {

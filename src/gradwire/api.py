@@ -89,7 +89,7 @@ def init_rpc(  # noqa: PLR0913 torch's signature
     """
     if backend is not None:
         raise ValueError(
-            f"backend={backend!r}: there is one backend only, leave it out"
+            f"backend={backend!r}: there is only one backend, leave it out"
         )
     if _own_place and not any((init_method, store)) and rank is world_size is None:
         arguments = {**_own_place, **options}
@@ -478,7 +478,7 @@ def enter(worker: Worker | None) -> Worker | None:
 def _own_name(rank: int | None) -> str:
     name = os.environ.get("GRADWIRE_NAME")
     if name is None and rank is None:
-        raise ValueError("name=None, and there is no rank to name the worker by")
+        raise ValueError("name=None: there is no rank to derive a name from")
     return f"worker{rank}" if name is None else name
 
 

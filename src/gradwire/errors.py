@@ -43,14 +43,14 @@ class ClosedError(GradwireError):
 class NotAllowedError(GradwireError):
     """The receiving worker runs with an allow-list that does not include this."""
 
-    _advice = "name it in the allow=[...] of that worker: see NotAllowedError in docs/errors.md"
+    _advice = "add it to the allow=[...] of that worker: see NotAllowedError in docs/errors.md"
 
 
 class WorkerLostError(GradwireError):
     """A worker died, left or cannot be reached; nothing more will come from it."""
 
     _advice = (
-        "look at what that worker printed last, and let all reach gw.shutdown(): see "
+        "read that worker's last output, and let all workers reach gw.shutdown(): see "
         "WorkerLostError in docs/errors.md"
     )
 
@@ -66,7 +66,7 @@ class WorkerLostError(GradwireError):
 class CallTimeout(GradwireError, TimeoutError):
     """No response in time. The function may still be running there."""
 
-    _advice = "to find what it waits for, see CallTimeout in docs/errors.md"
+    _advice = "to find out what it waits for, see CallTimeout in docs/errors.md"
 
     def __init__(
         self, call: str, worker: str, seconds: float, reason: str = ""
@@ -74,7 +74,7 @@ class CallTimeout(GradwireError, TimeoutError):
         why = f": {reason}" if reason else ""
         super().__init__(
             f"call of {call} on worker {worker!r} timed out after {seconds:g} s{why}; "
-            "give it more with timeout=..., or none with timeout=0"
+            "raise it with timeout=..., or disable it with timeout=0"
         )
         self.call = call
         self.worker = worker
@@ -88,13 +88,15 @@ class CallTimeout(GradwireError, TimeoutError):
 class BackwardTimeout(GradwireError, TimeoutError):
     """A backward pass did not end within the time given; it was ended on all workers."""
 
-    _advice = "to find the worker it waits for, see BackwardTimeout in docs/errors.md"
+    _advice = (
+        "to find out which worker it waits for, see BackwardTimeout in docs/errors.md"
+    )
 
     def __init__(self, context_id: int, seconds: float) -> None:
         super().__init__(
-            f"the backward pass of context {context_id} did not end within {seconds:g} s: a "
-            "worker of it is slow, or stuck; give it more with timeout=..., or none with "
-            "timeout=0"
+            f"the backward pass of context {context_id} did not finish within {seconds:g} s: "
+            "one of its workers is slow or stuck; raise it with timeout=..., or disable it "
+            "with timeout=0"
         )
         self.context_id = context_id
         self.seconds = seconds
@@ -107,7 +109,7 @@ class StaleReferenceError(GradwireError):
     """The value of a reference was freed: its sender died, or dropped it too early."""
 
     _advice = (
-        "keep a reference until whoever you passed it to has it: see StaleReferenceError "
+        "keep a reference until the worker it was passed to has used it: see StaleReferenceError "
         "in docs/errors.md"
     )
 
@@ -118,7 +120,7 @@ class OwnersError(GradwireError):
     `errors` has the exceptions, `traces` where each was raised, as text.
     """
 
-    _advice = "each of them is in `errors`: see OwnersError in docs/errors.md"
+    _advice = "`errors` has each of them: see OwnersError in docs/errors.md"
 
     def __init__(
         self, errors: dict[str, Exception], traces: dict[str, str] | None = None

@@ -15,7 +15,7 @@ from gradwire.compat.rpc.agents import KINDS
 from gradwire.testing import World
 from tests.autograd.functions import doubles
 
-LOST = "no gradients will come back"
+LOST = "no gradients will flow back"
 
 
 @pytest.fixture(autouse=True)

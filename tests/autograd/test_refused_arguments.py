@@ -58,7 +58,7 @@ def test_grad_takes_tensors_as_torch_does() -> None:
         ({"outputs": torch.ones(3)}, "does not have a valid gradient function"),
         ({"retain_graph": "yes"}, "retain_graph='yes': give True or False"),
         ({"create_graph": 2}, "create_graph=2: give True or False"),
-        ({"context_id": "a"}, "'a' is no id of a context"),
+        ({"context_id": "a"}, "'a' is not a context id"),
     ],
 )
 def test_what_grad_refuses(change: dict[str, Any], text: str) -> None:
@@ -98,7 +98,7 @@ def test_no_is_also_none() -> None:
 
 @pytest.mark.parametrize("given", ["a", None, 1.0, True])
 def test_gradients_of_what_is_no_context(given: Any) -> None:
-    with scene(), pytest.raises(TypeError, match=f"{given!r} is no id of a context"):
+    with scene(), pytest.raises(TypeError, match=f"{given!r} is not a context id"):
         gw.get_gradients(given)
 
 

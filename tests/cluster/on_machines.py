@@ -105,7 +105,7 @@ def test_a_machine_that_is_cut_off_ends_the_run_of_the_launcher_on_all(
     machines.cut_off(2)
     assert all(launcher.wait(ENDS) != 0 for launcher in launchers)
     assert "WorkerLostError" in launchers[0].output
-    assert "node 0, which has the store, is gone" in launchers[1].output
+    assert "node 0, which hosts the store, is gone" in launchers[1].output
 
 
 def test_the_same_program_under_torchrun(machines: Machines) -> None:

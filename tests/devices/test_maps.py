@@ -151,7 +151,7 @@ def test_an_output_on_such_a_device_is_an_error_of_the_callee() -> None:
             {FIRST: THIRD, "lazy:2": "lazy:3"},
             r"device_maps\['worker1'\] must be one to",
         ),
-        ({"lazy": "cpu"}, r"device_maps\['worker1'\]: which lazy is meant"),
+        ({"lazy": "cpu"}, r"device_maps\['worker1'\]: which lazy device"),
         ({"no such device": "cpu"}, r"device_maps\['worker1'\]: .*no such device"),
     ],
 )

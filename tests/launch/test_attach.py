@@ -177,7 +177,7 @@ def test_without_a_terminal_every_worker_goes_on(
     assert main(["-n", "2", "train.py"]) == 0
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[worker0] after 40", "[worker1] after 41"]
-    assert err.count("is passed over: start with `gradwire launch --attach worker") == 2
+    assert err.count("is skipped: start with `gradwire launch --attach worker") == 2
 
 
 def test_a_hook_of_the_users_is_left_alone(capfd: pytest.CaptureFixture[str]) -> None:

@@ -103,7 +103,7 @@ time.sleep(60)
     assert launch(source, "-n", "3") == 1
     err = capfd.readouterr().err.splitlines()
     start = err.index(
-        "gradwire launch: worker1 failed with exit status 1, and so the others were ended"
+        "gradwire launch: worker1 failed with exit status 1; the other workers were stopped"
     )
     assert err[start + 1] == "Traceback (most recent call last):"
     assert err[-1] == "ValueError: no"

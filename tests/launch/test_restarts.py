@@ -53,8 +53,8 @@ def test_a_worker_that_fails_is_started_again_alone(
     starts = ["[worker0] start 0", *(f"[worker1] start {i}" for i in range(3))]
     assert sorted(out.splitlines()) == starts
     assert err.splitlines() == [
-        "gradwire launch: worker1 failed with exit status 1; starting it again (1 of 2)",
-        "gradwire launch: worker1 failed with exit status 1; starting it again (2 of 2)",
+        "gradwire launch: worker1 failed with exit status 1; restarting it (1 of 2)",
+        "gradwire launch: worker1 failed with exit status 1; restarting it (2 of 2)",
     ]
 
 

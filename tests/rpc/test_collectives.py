@@ -264,7 +264,7 @@ def test_a_message_from_nowhere_is_dropped_and_logged(
         with pytest.raises(gw.CallTimeout):
             second.rpc_sync("first", add, (1, 2), timeout=0.01)
         assert first.get_worker_infos() == [first.info]
-    assert "dropped a request: worker 1 is not known here" in caplog.text
+    assert "dropped a request: worker 1 is unknown here" in caplog.text
 
 
 # Losing a worker

@@ -94,9 +94,9 @@ def test_what_is_exposed_is_marked(tmp_path: Path) -> None:
 def test_the_self_test_measures_and_compares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(selftest, "_SLICE", 0.05)
     found = {f.what: f for f in selftest.self_test(unix_sockets=False)}
-    assert found["way"].found == "TCP"
-    assert found["gradients"].found == "as local autograd has them"
-    assert found["64 MiB there"].found.endswith(" GB/s")
+    assert found["transport"].found == "TCP"
+    assert found["gradients"].found == "equal those of local autograd"
+    assert found["sending 64 MiB"].found.endswith(" GB/s")
     assert not any(f.is_bad for f in found.values())
 
 

@@ -153,13 +153,13 @@ def test_a_version_mismatch_says_both_versions(
 )
 def test_a_refusal_says_why(verdict: Verdict, reason: str) -> None:
     hello = hello_bytes()
-    with pytest.raises(ProtocolError, match=f"it refuses: {reason}"):
+    with pytest.raises(ProtocolError, match=f"it refused the connection: {reason}"):
         prove(KEY, hello, challenge(KEY, hello, verdict))
 
 
 def test_a_worker_that_is_about_to_leave_cannot_be_reached() -> None:
     hello = hello_bytes()
-    with pytest.raises(ConnectionRefusedError, match="about to leave"):
+    with pytest.raises(ConnectionRefusedError, match="it is shutting down"):
         prove(KEY, hello, challenge(KEY, hello, Verdict.CLOSING))
 
 

@@ -83,7 +83,7 @@ def test_a_store_that_is_trusted_shares_a_random_secret(journal: Journal) -> Non
         check_calls(workers)
         written = written_in(store)
         assert key_of(workers[0]) == derive(written["secret"], written["salt"])
-    journal.wait_for("whoever reads it can run any code")
+    journal.wait_for("anyone who can read it can run any code")
 
 
 def test_the_key_can_come_from_a_file(tmp_path: Path) -> None:
@@ -293,7 +293,7 @@ CHANGES = pytest.mark.parametrize(
     [move, forge, lambda card: card[64:], lambda _: b"?"],
     ids=["moved", "forged", "without a seal", "nonsense"],
 )
-REFUSED = "refused the card of worker 0 at .*: it was changed there"
+REFUSED = "refused the card of worker 0 at .*: it was modified there"
 
 
 def rewrite(store: Store, name: str, change: Callable[[bytes], bytes]) -> None:

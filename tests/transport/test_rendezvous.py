@@ -263,10 +263,10 @@ def test_it_is_said_that_the_store_is_waited_for(
 ) -> None:
     monkeypatch.setattr(wait_report, "_FIRST", 0.1)
     port = free_port()
-    with pytest.raises(gw.GradwireError, match="rank 0 opens it, so check"):
+    with pytest.raises(gw.GradwireError, match="rank 0 hosts it: check"):
         find_place(f"tcp://127.0.0.1:{port}", None, 1, 2, SHORT)
     assert [record.getMessage() for record in caplog.records] == [
-        f"waiting for the store at tcp://127.0.0.1:{port}, which rank 0 opens"
+        f"waiting for the store at tcp://127.0.0.1:{port}, which rank 0 hosts"
     ]
 
 
@@ -280,9 +280,7 @@ def test_a_wrong_address_prints_nothing_of_torchs(
 
 def test_who_comes_with_another_world_size_is_told_and_so_are_the_others() -> None:
     store = HashStore()
-    names_size = (
-        r"rank \d has world_size=\d, but those that came before have world_size="
-    )
+    names_size = r"rank \d has world_size=\d, but the ranks that arrived earlier have world_size="
     errors = []
 
     def join(rank: int, size: int) -> None:
@@ -310,7 +308,7 @@ def test_the_host_of_the_store_stays_until_others_have_read_why_all_failed(
 
     together(lambda: join(0, 3), lambda: join(1, 2))
     assert [
-        error for error in errors if "those that came before have" not in error
+        error for error in errors if "the ranks that arrived earlier have" not in error
     ] == []
     assert len(errors) == 2
     assert "frame #" not in capfd.readouterr().err  # torch's, of a store that was lost
@@ -328,7 +326,9 @@ def test_a_key_that_differs_is_named_at_once(other: bytes | None) -> None:
     store = HashStore()
 
     def join(rank: int, key: bytes | None) -> None:
-        with pytest.raises(gw.GradwireError, match="another key than those that came"):
+        with pytest.raises(
+            gw.GradwireError, match="has a different key from the ranks that arrived"
+        ):
             join_world(
                 f"worker{rank}",
                 Place(store, rank, 2, None),

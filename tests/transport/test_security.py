@@ -138,7 +138,9 @@ def test_a_hello_for_another_worker_is_refused(
         hello = new_hello(Purpose.SHARED, 1, target.card.instance ^ 1, 1).to_bytes()
         sock.sendall(hello)
         answer = receive_exactly(sock, CHALLENGE_SIZE)
-        with pytest.raises(gw.ProtocolError, match="it refuses: wrong_worker"):
+        with pytest.raises(
+            gw.ProtocolError, match="it refused the connection: wrong_worker"
+        ):
             prove(key_of(target), hello, answer)
         assert is_closed(sock)
     journal.wait_for("wrong_worker")

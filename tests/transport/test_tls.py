@@ -233,7 +233,7 @@ def test_that_tls_is_off_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     with socket_world(1, tls=False):
         pass  # on loopback
     (said,) = [record.getMessage() for record in caplog.records]
-    assert said.startswith("TLS is off (tls=False): who can read or alter")
+    assert said.startswith("TLS is off (tls=False): anyone who can read or modify")
 
 
 class Ends:

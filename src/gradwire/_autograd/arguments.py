@@ -42,8 +42,8 @@ def check_id(context_id: Any) -> None:
     """
     if not _is_id(context_id):
         raise TypeError(
-            f"incompatible function arguments: {context_id!r} is no id of a context, as "
-            "context() gives it"
+            f"incompatible function arguments: {context_id!r} is not a context id: "
+            "pass what context() returns"
         )
 
 
@@ -142,8 +142,8 @@ def check_used(found: Sequence[Tensor | None]) -> None:
     unused = [index for index, gradient in enumerate(found) if gradient is None]
     if unused:
         raise GradwireError(
-            f"inputs[{unused[0]}] is not used to compute the outputs; if that is meant, "
-            "give allow_unused=True"
+            f"inputs[{unused[0]}] is not used to compute the outputs; if that is "
+            "intended, give allow_unused=True"
         )
 
 
@@ -184,7 +184,7 @@ def check_kinds(tensors: Sequence[Tensor]) -> None:
         if tensor.is_nested:
             raise TypeError(
                 f"a nested tensor ({tensor.layout}) that requires grad cannot be sent in a "
-                "context: send its parts and put them together there (for jagged ones "
+                "context: send its components and rebuild it there (for jagged ones "
                 "values(), offsets() and torch.nested.nested_tensor_from_jagged), or "
                 "detach() it"
             )

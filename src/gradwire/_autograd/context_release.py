@@ -121,7 +121,9 @@ class Releases:
                     again = partial(self._say, worker, message, heard, tries - 1)
                     self._executor.call_at(time.monotonic() + _PAUSE, again)
                 else:
-                    log.warning("%s was not answered by %d: %s", message, worker, error)
+                    log.warning(
+                        "%s: no response from worker %d: %s", message, worker, error
+                    )
 
         try:
             future = self._send(worker, message)

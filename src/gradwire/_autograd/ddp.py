@@ -129,8 +129,8 @@ def _taken(replica: Replica, is_over: Callable[[], bool]) -> Iterator[None]:
             raise GradwireError("the pass is over")
         if time.monotonic() > deadline:
             raise GradwireError(
-                "a module in DistributedDataParallel is used by another backward pass, which "
-                f"does not end ({_PATIENCE:g} s): run such passes one after the other"
+                "a module in DistributedDataParallel is still used by another backward pass "
+                f"after {_PATIENCE:g} s: run such passes one after the other"
             )
     try:
         yield

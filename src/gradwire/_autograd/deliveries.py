@@ -30,7 +30,7 @@ def make(
     if recv.context != context.id:
         raise GradwireError(
             f"a tensor that arrived in context {recv.context} is part of a backward pass in "
-            f"context {context.id}: detach() it, if it is to be kept"
+            f"context {context.id}: detach() what you keep"
         )
     if flags & CREATE:
         traced = [
@@ -80,7 +80,7 @@ def take(
     if send is None and context.is_released:
         raise unknown(context.id)
     if send is None or send.crossing.worker != sender:
-        raise ProtocolError(f"gradients for send {number}, which is not there")
+        raise ProtocolError(f"gradients for send {number}, which is unknown")
     count = send.crossing.count
     if len(gradients) != count:
         raise ProtocolError(

@@ -21,7 +21,7 @@ _OURS = str(Path(__file__).parents[1])
 _TORCH = str(Path(torch.__file__).parent)
 _REMEDY = (
     "make the call in `with gradwire.context() as ctx:`, and run `gradwire.backward(ctx, [loss])`; "
-    "or say that none are wanted, with torch.no_grad() or detach()"
+    "or, if you want none, use torch.no_grad() or detach()"
 )
 _IN_THREADS = (
     ". There are contexts in other threads: give them to one that is started with "
@@ -72,7 +72,7 @@ class LostGradients:
             return
         self._known.add((path, line))
         text = (
-            f"{what} goes to another worker, and no context is active: no gradients will "
-            f"come back; {_REMEDY}{more}"
+            f"{what} is sent to another worker while no context is active: no gradients will "
+            f"flow back; {_REMEDY}{more}"
         )
         warnings.warn_explicit(text, LostGradientWarning, path, line, module)

@@ -143,7 +143,7 @@ def read_request(request: PassRequest) -> tuple[Header, Load]:
     """
     facts = request.numbers
     if len(facts) < _HEADER or not 0 <= facts[_HEADER - 2] < len(Step):
-        raise ProtocolError("a request of a backward pass makes no sense")
+        raise ProtocolError("malformed request of a backward pass")
     header = Header(*facts[:_HEADER])
     return header, _take(facts, _HEADER, request.tensors, header.flags)
 
@@ -171,7 +171,7 @@ def unpack(answer: Any, flags: int) -> Answer | Failed:
     count = facts[0] if facts else -1
     end = 1 + 2 * count
     if not 0 < end <= len(facts):
-        raise ProtocolError("an answer of a backward pass makes no sense")
+        raise ProtocolError("malformed response of a backward pass")
     load = _take(facts, end, answer.tensors, flags)
     return Answer(load, dict(zip(facts[1:end:2], facts[2:end:2], strict=True)))
 
@@ -188,7 +188,7 @@ def read_failed(packed: Any) -> Failed:
     """
     is_any = type(packed) is tuple and len(packed) == len(Failed._fields)
     if not is_any or type(packed[0]) is not int:
-        raise ProtocolError("an answer of a backward pass makes no sense")
+        raise ProtocolError("malformed response of a backward pass")
     return Failed(*packed)
 
 
@@ -234,14 +234,14 @@ def _take(facts: Sequence[int], at: int, flat: Sequence[Any], flags: int) -> Loa
             load.deliveries.append(Delivery(send, flat[begin:end], link, linked))
             begin = end
     except StopIteration:
-        raise ProtocolError("a message of a backward pass ends too early") from None
+        raise ProtocolError("truncated message of a backward pass") from None
     if begin != len(flat):
-        raise ProtocolError("a message of a backward pass has gradients for nothing")
+        raise ProtocolError("message of a backward pass with surplus gradients")
     return load
 
 
 def _some(rest: Iterator[int], count: int) -> list[int]:
     found = [*islice(rest, min(max(count, 0), sys.maxsize))]
     if len(found) != count:
-        raise ProtocolError("a message of a backward pass ends too early")
+        raise ProtocolError("truncated message of a backward pass")
     return found

@@ -260,8 +260,8 @@ def _made_late(crossing: Crossing, leaves: Sequence[Tensor]) -> Tensor:
     """The output of a send of leaves, as it would have been when they left."""
     if not all(leaf.is_leaf for leaf in leaves):
         raise RuntimeError(
-            f"a leaf of {crossing!r} has got a history since it was sent: it was frozen "
-            "and then changed in place; send a copy of it"
+            f"a leaf of {crossing!r} is no longer a leaf: after it was sent, it was frozen "
+            "and then modified in place; send a copy of it"
         )
     frozen = [leaf for leaf in leaves if not leaf.requires_grad]
     try:

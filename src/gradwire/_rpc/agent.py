@@ -246,7 +246,7 @@ class Agent:
         """
         peer = self._peers.get(sender) or self._introduced(sender)
         if peer is None:
-            raise ProtocolError(f"worker {sender} is not known here")
+            raise ProtocolError(f"worker {sender} is unknown here")
         if not peer.is_new(frame.call):
             return
         if frame.refused:

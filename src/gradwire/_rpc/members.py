@@ -62,7 +62,9 @@ class Members:
         elif isinstance(to, WorkerInfo):
             card = self._cards.get(to.id)
         else:
-            raise TypeError(f"{to!r} is no worker: give a name, an id or a WorkerInfo")
+            raise TypeError(
+                f"{to!r} is not a worker: give a name, an id or a WorkerInfo"
+            )
         if card is None:
             raise self._unknown(to)
         return card

@@ -191,7 +191,7 @@ class OwnedValues:
                     raise self._stale(number)
                 raise NotAllowedError(
                     f"value {spell(number)} of worker {self._me.name!r} was not given to worker "
-                    f"{user}: only who a reference was passed to can use it"
+                    f"{user}: only workers that a reference was passed to can use it"
                 )
             return self._get(number) or self._await(number)
 

@@ -204,7 +204,9 @@ class RRef(Generic[T]):
         return self
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError(f"{self!r} can only be sent in calls: a pickle may outlive it")
+        raise TypeError(
+            f"{self!r} can only be sent in calls: a pickle may outlive its value"
+        )
 
 
 def no_service() -> NoReturn:

@@ -153,6 +153,6 @@ class PendingFork:
         if not accepted:
             raise StaleReferenceError(
                 f"value {spell(self._holding.value)} has been freed: the worker that passed "
-                "the reference on has died, or let go of it too early"
+                "the reference on has died, or released it too early"
             )
         self._carrier.adopted(self._holding, self._sender, self._token)

@@ -258,7 +258,9 @@ class References:
     def _make(self, sender: int, message: Create) -> OwnedValue:
         number, *of = message.ids
         if maker_of(number) != sender:
-            raise ProtocolError(f"worker {sender} numbers a value {number}")
+            raise ProtocolError(
+                f"worker {sender} sent the invalid value number {number}"
+            )
         owned = self.owned_values.begin(number, sender)
         try:
             if of:
@@ -375,7 +377,7 @@ class References:
         """Name the references that are still held at the end of the world."""
         if self._leaked:
             log.warning(
-                "worker %r still holds %d references at its shutdown: %s",
+                "worker %r still holds %d references at shutdown: %s",
                 self.me.name,
                 len(self._leaked),
                 describe_held(self._leaked, self._agent.members.name),

@@ -177,7 +177,7 @@ class Connection:
         while True:
             frame = self._next_frame(deadline, is_over)
             if frame.kind not in _RESPONSES:
-                raise ProtocolError(f"{frame!r} where a response is due")
+                raise ProtocolError(f"{frame!r} where a response is expected")
             if frame.call == call:  # else it has come twice
                 self.is_owed = False
                 return frame

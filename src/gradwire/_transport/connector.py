@@ -116,7 +116,7 @@ class Dialer:
         except OSError as error:
             reason = f"cannot connect ({error})"
             if isinstance(error, ConnectionRefusedError | FileNotFoundError):
-                reason = f"it has ended, as nothing listens at its address ({error})"
+                reason = f"it has exited: no process listens at its address ({error})"
             raise WorkerLostError(self._to.name, reason) from None
 
     def _retry(

@@ -130,12 +130,12 @@ def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
     Raises:
         AuthenticationError: the acceptor does not know the key.
         ProtocolError: the acceptor is something else, or refuses; says why.
-        ConnectionRefusedError: it is about to leave.
+        ConnectionRefusedError: it is shutting down.
     """
     head, mac = answer[: _HEAD.size], answer[_HEAD.size :]
     magic, version, verdict, _, _ = _HEAD.unpack(head)
     if magic != MAGIC:
-        raise ProtocolError("what answers there is not a gradwire worker")
+        raise ProtocolError("the process at that address is not a gradwire worker")
     if verdict == Verdict.TLS_DIFFERS:
         raise TlsDiffersError
     if verdict == Verdict.WRONG_VERSION:
@@ -143,10 +143,12 @@ def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
     if not hmac.compare_digest(mac, _mac(key, b"acceptor", hello, head)):
         raise AuthenticationError("it does not know this world's key")
     if verdict == Verdict.CLOSING:
-        raise ConnectionRefusedError("it is about to leave")
+        raise ConnectionRefusedError("it is shutting down")
     if verdict != Verdict.WELCOME:
         reasons = {known.value: known.name.lower() for known in Verdict}
-        raise ProtocolError(f"it refuses: {reasons.get(verdict, verdict)}")
+        raise ProtocolError(
+            f"it refused the connection: {reasons.get(verdict, verdict)}"
+        )
     return _mac(key, b"connector", hello, answer)
 
 

@@ -63,7 +63,7 @@ def unseal(keys: tuple[bytes, ...], sealed: bytes) -> bytes:
     """
     data = sealed[_SIZE:]
     if not any(hmac.compare_digest(sealed[:_SIZE], _mac(key, data)) for key in keys):
-        raise AuthenticationError("not sealed with this world's key")
+        raise AuthenticationError("not authenticated with this world's key")
     return data
 
 

@@ -141,7 +141,7 @@ class Meeting:
         try:
             self._secrets = key_files.given(self._options) or self._secrets
         except (OSError, ValueError) as error:
-            log.warning("the keys that were read before still count: %s", error)
+            log.warning("the keys read before stay in effect: %s", error)
         return self._derived()
 
     def _begin(self) -> None:
@@ -158,8 +158,8 @@ class Meeting:
         if not self._trusts_store:
             return key_files.own()
         log.warning(
-            "the world's secret is in the store at %s (trust_store): whoever reads it can run any "
-            "code on all workers",
+            "the world's secret is in the store at %s (trust_store): anyone who can read it can "
+            "run any code on all workers",
             self._where,
         )
         return self._first("secret", _random())
@@ -174,7 +174,8 @@ class Meeting:
         digests = [keys.digest(key) for key in self._derived()]
         if self._first("digest", digests[0]) not in digests:
             raise AuthenticationError(
-                f"rank {self._rank} has another key than those that came before: {_SAME}"
+                f"rank {self._rank} has a different key from the ranks that arrived earlier: "
+                f"{_SAME}"
             )
 
     def number(self) -> int:
@@ -319,8 +320,8 @@ class Meeting:
             report.tick()
             if time.monotonic() > self._deadline:
                 raise GradwireError(
-                    f"of {self._least} workers (min_workers) {len(found)} came within "
-                    f"{self._patience:g} s (join_timeout) to {self._where}: "
+                    f"only {len(found)} of {self._least} workers (min_workers) arrived at "
+                    f"{self._where} within {self._patience:g} s (join_timeout): "
                     f"{', '.join(sorted(found))}"
                 )
             time.sleep(_STEP)
@@ -379,8 +380,8 @@ class Meeting:
                 raise ProtocolError(f"it is the card of worker {card.id}")
         except ProtocolError as error:
             raise AuthenticationError(
-                f"refused the card of worker {number} at {self._where} ({error}): it was changed "
-                f"there, or is of a worker with another key; {_SAME}"
+                f"refused the card of worker {number} at {self._where} ({error}): it was "
+                f"modified there, or that worker has a different key; {_SAME}"
             ) from None
         return card
 
@@ -421,8 +422,8 @@ class Meeting:
             return True
         if not store.check([f"card/{rank}" for rank in range(size)]):
             error = (
-                f"rank {self._rank} has world_size={self._size}, but those that came before "
-                f"have world_size={size}: give all the same"
+                f"rank {self._rank} has world_size={self._size}, but the ranks that arrived "
+                f"earlier have world_size={size}: give all the same"
             )
             self._fail(store, error)
             raise ValueError(error)

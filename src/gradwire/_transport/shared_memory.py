@@ -213,19 +213,23 @@ class SegmentMap:
             self._side.settimeout(_WAIT)
             data, fds, _, _ = socket.recv_fds(self._side, _NOTICE.size, 1)
         except OSError as error:
-            raise ProtocolError(f"segment was not handed over: {error}") from error
+            raise ProtocolError(
+                f"no descriptor of a segment was received: {error}"
+            ) from error
         if len(data) != _NOTICE.size or len(fds) != 1:
             for fd in fds:
                 os.close(fd)
-            raise ProtocolError("segment was not handed over")
+            raise ProtocolError("no descriptor of a segment was received")
         number, size = _NOTICE.unpack(data)
         try:
             sealed = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK
             if not sealed or os.fstat(fds[0]).st_size < START + size:
-                raise ProtocolError("segment could shrink under our feet")
+                raise ProtocolError("segment is not sealed against shrinking")
             self._known[number] = Segment(number, fds[0], size)
         except OSError as error:
-            raise ProtocolError(f"segment was not handed over: {error}") from error
+            raise ProtocolError(
+                f"no descriptor of a segment was received: {error}"
+            ) from error
         finally:
             os.close(fds[0])
 

@@ -282,8 +282,8 @@ class SocketTransport:
     def _warn_of_plain_connections(self) -> None:
         if not addresses.is_loopback(self._bound_to):
             log.warning(
-                "TLS is off (tls=False): who can read or alter the traffic with other machines can "
-                "run any code on this one"
+                "TLS is off (tls=False): anyone who can read or modify the traffic with other "
+                "machines can run any code on this one"
             )
 
     def _welcome(self, hello: Hello, sock: Stream) -> None:

@@ -159,7 +159,7 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
     deadline = time.monotonic() + timeout
     patience = min(deadline, time.monotonic() + _REOPEN)
     report = WaitReport(
-        lambda: f"port {port} of {host}, which is in use, to be free", first=0.0
+        lambda: f"port {port} of {host}, which is in use, to become free", first=0.0
     )
     while True:
         if not hosting:

@@ -155,7 +155,7 @@ class TlsSocket:
                 self._is_over = True
             except ssl.SSLError as error:
                 raise ProtocolError(
-                    f"TLS ended, or the bytes were altered on the way: {_reason(error)}"
+                    f"TLS was closed, or the data was modified in transit: {_reason(error)}"
                 ) from None
         return at
 

@@ -40,7 +40,7 @@ def wait_for_listener(host: str, port: int, timeout: float) -> None:
         GradwireError: nothing did in time; says why.
     """
     deadline = time.monotonic() + timeout
-    report = WaitReport(lambda: f"the store at tcp://{host}:{port}, which rank 0 opens")
+    report = WaitReport(lambda: f"the store at tcp://{host}:{port}, which rank 0 hosts")
     while True:
         left = deadline - time.monotonic()
         try:
@@ -51,7 +51,7 @@ def wait_for_listener(host: str, port: int, timeout: float) -> None:
             if time.monotonic() + _PAUSE > deadline:
                 raise GradwireError(
                     f"cannot reach the store at {host}:{port} within {timeout:.3g} s ({error}): "
-                    "rank 0 opens it, so check that it runs and that the address is the same"
+                    "rank 0 hosts it: check that it runs, and that all use the same address"
                 ) from None
             report.tick()
             time.sleep(_PAUSE)

@@ -108,7 +108,7 @@ class Codec:
     def register(self, kind: int, message: type) -> None:
         """Register a message type of an upper layer: a dataclass."""
         if kind < FIRST_UPPER or kind > 255 or kind in self._types:
-            raise ValueError(f"message code {kind} is taken or not between 16 and 255")
+            raise ValueError(f"message code {kind} is already used or not in 16..255")
         self._kinds[message] = kind
         self._types[kind] = message
         if not issubclass(message, TensorMessage):

@@ -56,7 +56,7 @@ def _name(given: Any) -> str:
     if device.type == "cpu":
         return "cpu"
     if device.index is None:
-        raise ValueError(f"which {device.type} is meant? Give '{device.type}:0'")
+        raise ValueError(f"which {device.type} device? Give '{device.type}:0'")
     return str(device)
 
 

@@ -239,7 +239,7 @@ def restored(*numbers: int) -> Any:
 
 def traced(number: int, tensor: torch.Tensor) -> torch.Tensor:
     """Stands in a pickle around a tensor that gets a history on arrival."""
-    raise pickle.UnpicklingError("it has a history in its context only")
+    raise pickle.UnpicklingError("its history exists only in its context")
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:

@@ -129,7 +129,7 @@ def _own_values(extra: Mapping[str, Any] | None) -> dict[tuple[str, ...], Any]:
         torch.load(data, weights_only=True)
     except Exception as error:
         raise TypeError(
-            f"extra={extra!r} is to hold plain data and tensors only: {error}"
+            f"extra={extra!r} must contain only plain data and tensors: {error}"
         ) from error
     return {_EXTRA: dict(extra)}
 
@@ -169,6 +169,6 @@ def _check_names(reader: Reader, here: set[str]) -> None:
     saved = {path[1] for path in reader.paths.values() if path[0] == "model"}
     if saved != here:
         raise ValueError(
-            f"the checkpoint is of another model: it lacks {sorted(here - saved)}, and has "
-            f"{sorted(saved - here)} besides; read what is in both with strict=False"
+            f"the checkpoint does not match the model: it lacks {sorted(here - saved)}, and "
+            f"also has {sorted(saved - here)}; strict=False loads what is in both"
         )

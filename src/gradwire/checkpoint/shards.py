@@ -75,8 +75,8 @@ class OwnedShard:
         """What is to be written, and the paths of the keys in it."""
         if not made.is_dir():
             raise GradwireError(
-                f"{made.parent} is not seen by this worker: save into a folder of a file "
-                "system that all workers share"
+                f"{made.parent} is not visible to this worker: save to a file system "
+                "that all workers share"
             )
         values: dict[PathOf, Any] = {
             ("model", name): value for name, value in self._model().items()

@@ -32,12 +32,14 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="gradwire run",
         description="Run a program with Gradwire behind torch.distributed.rpc, .autograd, "
-        ".optim.DistributedOptimizer and .nn.RemoteModule, in all processes it starts.",
+        ".optim.DistributedOptimizer and .nn.RemoteModule, in all processes that it starts.",
         epilog="example: gradwire run train.py --lr 0.1",
     )
     parser.add_argument(
-        "-m", action="store_true", help="it is a module (default: a script)"
+        "-m", action="store_true", help="run a module (default: a script)"
     )
     parser.add_argument("program", help="the script, or the module")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="what it is given")
+    parser.add_argument(
+        "arguments", nargs=argparse.REMAINDER, help="arguments of the program"
+    )
     return parser.parse_args(arguments)

@@ -18,7 +18,7 @@ def pass_over(*_: Any, **__: Any) -> None:
     _told.add(place)
     name = os.environ.get("GRADWIRE_NAME", "WORKER")
     line = (
-        f"breakpoint() at {place[0]}, line {place[1]} is passed over: start with "
+        f"breakpoint() at {place[0]}, line {place[1]} is skipped: start with "
         f"`gradwire launch --attach {name}` to stop there\n"
     )
     sys.stderr.write(line)

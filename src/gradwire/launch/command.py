@@ -28,35 +28,35 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gradwire launch",
         description="Start the workers of a world: the same program in several processes. "
-        "gradwire.init_rpc() finds its place in the environment (env://).",
+        "gradwire.init_rpc() finds its rank in the environment (env://).",
         epilog="example: gradwire launch -n 4 --timeout 600 train.py --lr 0.1",
     )
     add = parser.add_argument
     add("-n", "--workers", type=_count, default=1, metavar="COUNT",
-        help="workers on this machine (default: %(default)s)")  # fmt: skip
+        help="number of workers on this machine (default: %(default)s)")  # fmt: skip
     add("-m", "--module", action="store_true",
         help="the program is a module (default: a script)")  # fmt: skip
     add("--env", action="append", default=[], metavar="NAME=VALUE", type=_variable,
-        help="a variable for the workers; may be repeated (default: none but those "
-        "that tell a worker its place)")  # fmt: skip
+        help="set an environment variable for all workers; may be repeated (default: only "
+        "the variables for env://)")  # fmt: skip
     add("--timeout", type=_seconds, metavar="SECONDS",
-        help="end all workers after this time, and show their stacks (default: never)")  # fmt: skip
+        help="stop all workers after this time, and print stacks (default: never)")  # fmt: skip
     add("--nnodes", type=_count, default=1, metavar="COUNT",
-        help="machines, each with as many workers (default: %(default)s)")  # fmt: skip
+        help="number of machines, each with as many workers (default: %(default)s)")  # fmt: skip
     add("--node-rank", type=int, default=0, metavar="NUMBER",
-        help="which of the machines this is, from 0 (default: %(default)s)")  # fmt: skip
+        help="rank of this machine, from 0 (default: %(default)s)")  # fmt: skip
     add("--rdzv", metavar="HOST:PORT",
-        help="where machine 0 can be reached (default: any free port of this machine)")  # fmt: skip
+        help="address of machine 0 (default: any free port of this machine)")  # fmt: skip
     add("--attach", metavar="WORKER",
-        help="give this worker the terminal, as breakpoint() needs it: its output is shown "
+        help="connect the terminal to this worker, for breakpoint(); its output is shown "
         "without its name (default: no worker)")  # fmt: skip
     add("--max-restarts", type=_restarts, default=0, metavar="COUNT",
-        help="start a worker that fails again, so often; the others go on meanwhile, in an "
-        "elastic world (default: %(default)s, one that fails ends all)")  # fmt: skip
+        help="restart a failed worker up to this often, while the others keep running, in an "
+        "elastic world (default: %(default)s, one failure stops all)")  # fmt: skip
     add("--min-workers", type=_count, metavar="COUNT",
-        help="go on with so many when others have failed for good (default: all)")  # fmt: skip
+        help="continue with this many once others have failed for good (default: all)")  # fmt: skip
     add("program", help="a script, or a module with --module")
-    add("arguments", nargs=argparse.REMAINDER, help="what the program is given")
+    add("arguments", nargs=argparse.REMAINDER, help="arguments of the program")
     return parser
 
 

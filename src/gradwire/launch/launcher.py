@@ -127,10 +127,10 @@ class _Launch:
         elif isinstance(event, Ended):
             self._ended(event, now)
         elif isinstance(event, Elsewhere):
-            self._console.say(f"{event.text}; ending this node's workers")
+            self._console.say(f"{event.text}; stopping this node's workers")
             self._send(self._state.failed_elsewhere(event.status, now))
         else:
-            self._console.say(f"{event.name}: ending {self._running()}")
+            self._console.say(f"{event.name}: stopping {self._running()}")
             self._nodes.failed(f"ended by {event.name}", 128 + event)
             if event == signal.SIGINT and self._held is None:
                 self._held = [[] for _ in self._names]
@@ -171,7 +171,7 @@ class _Launch:
             self._finish(self._team[ended.worker])
         if ended.worker in state.spared:
             verdict = _verdict(self._names[ended.worker], ended.status)
-            self._console.say(f"{verdict}; going on with {self._running()}")
+            self._console.say(f"{verdict}; continuing with {self._running()}")
         self._send(number)
 
     def _finish(self, recruit: Recruit) -> None:
@@ -184,7 +184,7 @@ class _Launch:
         worker, count = ended.worker, self._state.restarts[ended.worker]
         verdict = _verdict(self._names[worker], ended.status)
         most = self._state.most_restarts
-        self._console.say(f"{verdict}; starting it again ({count} of {most})")
+        self._console.say(f"{verdict}; restarting it ({count} of {most})")
         self._stderr_tails[worker] = StderrTail()
         self._processes.restart(worker, self._team[worker].again(count))
 
@@ -208,7 +208,7 @@ class _Launch:
     def _conclude(self) -> None:
         culprit = self._state.culprit
         if culprit is not None:
-            others = "" if len(self._names) == 1 else ", and so the others were ended"
+            others = "" if len(self._names) == 1 else "; the other workers were stopped"
             lines = self._stderr_tails[culprit].lines()
             errors = [worker for worker in self._on_screen if worker is not None]
             if lines and errors[-len(lines) :] == [culprit] * len(lines):

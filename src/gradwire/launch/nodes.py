@@ -15,7 +15,7 @@ from typing import NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 _PERIOD = 0.5
-GONE = "node 0, which has the store, is gone"
+GONE = "node 0, which hosts the store, is gone"
 _SILENT = 15.0  # seconds after which a launcher counts as gone
 
 

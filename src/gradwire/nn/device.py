@@ -16,7 +16,7 @@ def parse_device(remote_device: str) -> tuple[str | int, str]:
     (('worker1', 'cpu'), (1, 'cuda:0'))
     """
     if not isinstance(remote_device, str):
-        raise TypeError(f"remote_device={remote_device!r} is no text")
+        raise TypeError(f"remote_device={remote_device!r} is not a string")
     worker, slash, device = remote_device.partition("/")
     kind, colon, rank = worker.partition(":")
     is_rank = kind == "rank" and rank.isdigit()

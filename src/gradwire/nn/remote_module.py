@@ -256,7 +256,7 @@ _ON_ITS_WORKER = (
 
 def _unsupported(method: str, remedy: str) -> NoReturn:
     raise ValueError(
-        f"Method ``{method}`` not supported for RemoteModule: what it is about is on "
+        f"Method ``{method}`` not supported for RemoteModule: the module is on "
         f"another worker. Use {remedy}"
     )
 

@@ -37,8 +37,8 @@ class GradScaler:
     ) -> None:
         if growth_factor <= 1 or not 0 < backoff_factor < 1:
             raise ValueError(
-                f"growth_factor={growth_factor} is to be more than 1, and "
-                f"backoff_factor={backoff_factor} less"
+                f"growth_factor={growth_factor} must be greater than 1, and "
+                f"backoff_factor={backoff_factor} less than 1"
             )
         self._enabled = enabled
         self._scale = init_scale

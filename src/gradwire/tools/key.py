@@ -13,8 +13,8 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="gradwire key",
         description="Write a new random key to a file that nobody else may read. Workers of one "
-        "world on several machines need the same: copy the file to all of them, by a way that you "
-        "trust, and set GRADWIRE_KEY_FILE to its path.",
+        "world on several machines need the same key: copy the file to all of them, over a trusted "
+        "channel, and set GRADWIRE_KEY_FILE to its path.",
         epilog="example: gradwire key world.key",
     )
     parser.add_argument("file", metavar="FILE", help="a file that does not exist yet")

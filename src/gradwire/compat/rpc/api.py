@@ -306,7 +306,7 @@ def _await(states: AllGatherStates, needed: set[str], patience: float | None) ->
         stop()
     gone -= states.gathered_objects.keys()
     if gone:
-        raise RuntimeError(f"workers {sorted(gone)} are gone: they will not come")
+        raise RuntimeError(f"workers {sorted(gone)} are lost: they cannot take part")
 
 
 def _tell_followers(

@@ -11,30 +11,30 @@ def main(given: Sequence[str]) -> int:
     """Measure, show and write down."""
     parser = argparse.ArgumentParser(
         prog="gradwire bench",
-        description="Measure calls, backward passes and whole programs beside torch RPC.",
+        description="Compare calls, backward passes and whole programs with torch RPC.",
         epilog="example: gradwire bench --rounds 2 --only hops --ways torch gradwire",
     )
     add = parser.add_argument
     add("--rounds", type=int, default=5, metavar="COUNT",
-        help="how often each way takes its turn at each row (default: %(default)s)")  # fmt: skip
+        help="how often to measure each contender in each row (default: %(default)s)")  # fmt: skip
     add("--only", nargs="+", default=[""], metavar="WORD",
-        help="rows with one of these words in their names; 'loops' or 'programs' "
-        "for all of these (default: all)")  # fmt: skip
+        help="only rows whose names contain one of these words; 'loops' or 'programs' "
+        "for all of a kind (default: all)")  # fmt: skip
     add("--threads", choices=["default", "one", "both"], default="both",
-        help="of torch, in programs: as many as it takes by default, one, or both "
+        help="torch's threads in programs: torch's default number, one, or both "
         "in turn (default: %(default)s)")  # fmt: skip
     add("--ways", nargs="+", metavar="WAY",
-        help="who takes part, such as torch, gradwire or 'gradwire, NAME=VALUE' with "
-        "an environment variable (default: all there are; of programs the first two)")  # fmt: skip
+        help="the contenders, such as torch, gradwire or 'gradwire, NAME=VALUE' with "
+        "an environment variable (default: all; for programs the first two)")  # fmt: skip
     add("--json", type=Path, default=Path("bench.json"), metavar="FILE",
-        help="where to put the figures (default: %(default)s)")  # fmt: skip
+        help="file for the figures (default: %(default)s)")  # fmt: skip
     add("--png", type=Path, default=Path("bench.png"), metavar="FILE",
-        help="where to put the picture (default: %(default)s)")  # fmt: skip
+        help="file for the chart (default: %(default)s)")  # fmt: skip
     add("--markdown", type=Path, metavar="FILE",
-        help="where to put the table for a page (default: nowhere)")  # fmt: skip
+        help="file for the tables, in Markdown (default: none)")  # fmt: skip
     add("--start-up", type=int, metavar="WORKERS",
-        help="measure instead how a world of so many workers starts on this machine "
-        "(default: the rows above)")  # fmt: skip
+        help="instead measure how a world of this many workers starts on this machine "
+        "(default: off)")  # fmt: skip
     arguments = parser.parse_args(given)
     if arguments.start_up is not None:
         if arguments.start_up < 2:

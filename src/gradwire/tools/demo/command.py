@@ -17,9 +17,9 @@ def main(given: Sequence[str]) -> int:
     )
     add = parser.add_argument
     add("--epochs", type=int, default=12, metavar="COUNT",
-        help="how often to go through the data (default: %(default)s)")  # fmt: skip
+        help="number of passes over the data (default: %(default)s)")  # fmt: skip
     add("--out", type=Path, default=Path(), metavar="FOLDER",
-        help="where to put the pictures (default: this folder)")  # fmt: skip
+        help="folder for the pictures (default: this folder)")  # fmt: skip
     arguments = parser.parse_args(given)
     if arguments.epochs < 1:
         parser.error(f"--epochs {arguments.epochs}: must be at least 1")

@@ -16,13 +16,13 @@ def main(given: Sequence[str]) -> int:
     """Print what is there and how well it works."""
     parser = argparse.ArgumentParser(
         prog="gradwire doctor",
-        description="What this machine offers, what is used of it, and a self test of ten seconds.",
+        description="Check what this machine offers and what Gradwire uses, with a self-test.",
         epilog="example: gradwire doctor --quick",
     )
     parser.add_argument(
         "--quick",
         action="store_true",
-        help="leave the self test out (default: run it)",
+        help="skip the self-test (default: run it)",
     )
     arguments = parser.parse_args(given)
     from . import checks  # imports torch, and help need not wait for it
@@ -40,9 +40,9 @@ def main(given: Sequence[str]) -> int:
     bad += _show("limits", checks.limits())
     bad += _show("environment", checks.settings())
     if not arguments.quick:
-        bad += _show("self test", self_test(unix_sockets=options.unix_sockets))
+        bad += _show("self-test", self_test(unix_sockets=options.unix_sockets))
         if options.unix_sockets:
-            bad += _show("self test over TCP", self_test(unix_sockets=False))
+            bad += _show("self-test over TCP", self_test(unix_sockets=False))
     print("\nall is well" if not bad else f"\n{bad} problems, marked with !")
     return 1 if bad else 0
 

@@ -31,7 +31,7 @@ def self_test(unix_sockets: bool) -> Iterator[Finding]:
     try:
         with _world(options) as worker:
             worker.rpc_sync("partner", _nothing)
-            yield Finding("way", worker.statistics()["links"]["partner"])
+            yield Finding("transport", worker.statistics()["links"]["partner"])
             yield from _figures(worker)
     except (GradwireError, OSError, AssertionError) as error:
         yield Finding("failed", type(error).__name__, str(error), is_bad=True)
@@ -55,17 +55,17 @@ def _world(options: Options) -> Iterator[Worker]:
 
 def _figures(worker: Worker) -> Iterator[Finding]:
     nothing = _times(lambda: worker.rpc_sync("partner", _nothing))
-    yield _latency("a call of nothing", nothing)
+    yield _latency("no-op call", nothing)
     x = torch.ones(3, 3)
     tensor = _times(lambda: worker.rpc_sync("partner", torch.add, args=(x, x)))
-    yield _latency("a call with a 3×3 tensor", tensor)
+    yield _latency("call with a 3×3 tensor", tensor)
     burst = median(_times(lambda: _burst(worker, x)))
-    yield Finding(f"{_BURST:,} calls at once", f"{_BURST / burst:,.0f} calls/s")
+    yield Finding(f"{_BURST:,} concurrent calls", f"{_BURST / burst:,.0f} calls/s")
     bulk = torch.ones(_BULK, dtype=torch.uint8)
     sending = median(_times(lambda: worker.rpc_sync("partner", len, args=(bulk,))))
-    yield Finding("64 MiB there", f"{_BULK / sending / 1e9:.1f} GB/s")
+    yield Finding("sending 64 MiB", f"{_BULK / sending / 1e9:.1f} GB/s")
     yield _latency("forward and backward", _times(lambda: _train(worker)))
-    yield Finding("gradients", "as local autograd has them")
+    yield Finding("gradients", "equal those of local autograd")
 
 
 def _burst(worker: Worker, x: torch.Tensor) -> None:
