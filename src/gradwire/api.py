@@ -1,7 +1,7 @@
-"""The public functions: those of the current worker. The only global of the project lives here.
+"""The public functions, which act as the current worker. The project's only global is here.
 
-The current worker is the one whose thread this is (a function that another worker called runs on
-such a thread), else the one that `init_rpc` made in this process.
+The current worker is the one that the thread belongs to (a function that another worker called runs
+in such a thread), otherwise the one that `init_rpc` created in this process.
 """
 
 from __future__ import annotations
@@ -62,26 +62,26 @@ def init_rpc(  # noqa: PLR0913 torch's signature
     store: Store | None = None,
     **options: Any,
 ) -> Worker:
-    """Join a world as one of its workers, which becomes this process's current one.
+    """Join a world as one of its workers, which becomes the current worker of this process.
 
     Args:
         name: The worker's name. Default: `GRADWIRE_NAME`, or `worker<rank>`.
-        backend: torch has several; leave it out.
-        rank: The worker's number; it becomes its id. Default: `RANK`, with `env://`.
-        world_size: How many workers there are. Default: `WORLD_SIZE`, with `env://`. Without, the
+        backend: For compatibility with torch, which has several; omit it.
+        rank: The worker's rank, which becomes its id. Default: `RANK`, with `env://`.
+        world_size: The number of workers. Default: `WORLD_SIZE`, with `env://`. Without one, the
             world is elastic: workers come and go.
-        rpc_backend_options: `Options`, or each of them by its own name as a keyword.
-        init_method: Where workers meet: `env://` (the default), `tcp://host:port` or `file:///path`.
-        store: A store of `torch.distributed` to meet in, in place of `init_method`.
+        rpc_backend_options: `Options`; each of them can also be given as a keyword.
+        init_method: The rendezvous: `env://` (the default), `tcp://host:port` or `file:///path`.
+        store: A store of `torch.distributed` for the rendezvous, instead of `init_method`.
         options: Fields of `Options`.
 
     Returns:
-        The worker; use it in a `with` block to have it shut down.
+        The worker; used in a `with` block, it shuts down at the end of the block.
 
     Raises:
-        ClosedError: this process has a current worker already.
+        ClosedError: this process already has a current worker.
         ValueError: the name or rank is taken, or an option is invalid.
-        GradwireError: the others did not come within `join_timeout`.
+        GradwireError: the other workers did not arrive within `join_timeout`.
 
     >>> with gw.init_rpc("alone", rank=0, world_size=1, store=HashStore()) as worker:
     ...     worker.name, worker.id
@@ -112,30 +112,30 @@ def init_rpc(  # noqa: PLR0913 torch's signature
 
 
 def set_place(**arguments: Any) -> None:
-    """Say where `init_rpc` goes in this process when it is called without a place."""
+    """Set where `init_rpc` joins in this process when it is called without arguments for it."""
     global _own_place
     _own_place = arguments
 
 
 def adopt(worker: Worker) -> None:
-    """Make a worker this process's current one."""
+    """Make a worker the current one of this process."""
     global _process
     prepare(worker)
     _process = worker
 
 
 def prepare(worker: Worker) -> None:
-    """Give a new worker what was registered before it came."""
+    """Give a new worker the reducers that were registered before it was created."""
     for kind, reducer in _reducers.items():
         worker.register_reducer(kind, reducer)
 
 
 def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
-    """Leave the world: together with all others when `graceful`, else at once.
+    """Leave the world: together with all other workers if `graceful`, otherwise at once.
 
     Raises:
-        CallTimeout: others did not come to the end within `timeout` seconds (0 and the default have
-            no limit), or calls from here are in flight; the worker is closed all the same.
+        CallTimeout: other workers did not shut down within `timeout` seconds (0 and the default
+            have no limit), or calls from here are in flight; this worker is closed all the same.
     """
     global _process
     worker = current_worker()
@@ -146,7 +146,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
 
 
 def current_worker() -> Worker:
-    """The worker that this thread speaks for.
+    """The worker that this thread acts as.
 
     Raises:
         ClosedError: there is none.
@@ -171,17 +171,17 @@ def rpc_sync(
 
     Args:
         to: The worker: its name, id or `WorkerInfo`.
-        func: Anything that can be called. It goes by name if that can be imported, else by value.
-        args: Arguments, in a tuple or list.
-        kwargs: Arguments by name.
-        timeout: Seconds; 0 has no limit. Default: `Options.timeout`.
-        retries: How often a function marked as `idempotent` is called again when the worker is lost
-            and has come back under its name: all within the one `timeout`.
+        func: Any callable. It is sent by name if it can be imported, otherwise by value.
+        args: Positional arguments, in a tuple or list.
+        kwargs: Keyword arguments.
+        timeout: Seconds; 0 means no limit. Default: `Options.timeout`.
+        retries: How often to retry a function marked as `idempotent` after the worker was lost
+            and has come back under its name. All attempts share the `timeout`.
 
     Raises:
-        CallTimeout: no answer in time.
-        WorkerLostError: the worker is gone.
-        Exception: what the function raised there; its cause tells where.
+        CallTimeout: no response in time.
+        WorkerLostError: the worker is lost.
+        Exception: what the function raised there; its cause has the remote traceback.
 
     >>> rpc_sync("worker1", torch.add, args=(torch.ones(2), 3))
     tensor([4., 4.])
@@ -204,9 +204,10 @@ def rpc_async(
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
 ) -> CallFuture:
-    """Call `func(*args, **kwargs)` on a worker; the future of its result, which can be awaited.
+    """Call `func(*args, **kwargs)` on a worker, and return a future of the result.
 
-    The arguments are those of `rpc_sync`. What it raises is raised where the future is waited for.
+    The future can be awaited. The arguments are those of `rpc_sync`. Exceptions of the function are
+    raised where the future is waited for.
 
     >>> futures = [rpc_async("worker1", max, args=(i, 2)) for i in range(4)]
     >>> [future.wait() for future in futures]
@@ -229,11 +230,11 @@ def remote(
     *,
     serial: bool = False,
 ) -> RRef[Any]:
-    """Call `func(*args, **kwargs)` on a worker; at once, a reference to its result there.
+    """Call `func(*args, **kwargs)` on a worker, and return a reference to the result at once.
 
-    What it raises is raised where the reference is used. Arguments are those of `rpc_sync`. With
-    `serial`, methods of the object that it returns run one at a time, in the order in which calls
-    of workers reach it (`gw.serial` marks a class for that); else at the same time.
+    The arguments are those of `rpc_sync`. Exceptions of the function are raised where the reference
+    is used. With `serial`, methods of the resulting object run one at a time, in the order in which
+    the calls arrive (`gw.serial` marks a class for that); otherwise they run concurrently.
 
     >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
     >>> rref.rpc_sync().sum()
@@ -249,7 +250,7 @@ def remote(
 
 
 def debug_info() -> dict[str, Any]:
-    """What this worker owns, holds and waits for at the moment.
+    """What this worker currently owns, holds and waits for.
 
     >>> rref = remote("worker1", list)
     >>> [held["owner"] for held in debug_info()["held"]]
@@ -259,7 +260,7 @@ def debug_info() -> dict[str, Any]:
 
 
 def statistics() -> dict[str, Any]:
-    """Calls made and run, bytes sent and received, and how other workers are reached.
+    """Calls made and run, bytes sent and received, and the transport to each other worker.
 
     >>> sorted(statistics())
     ['bytes_received', 'bytes_sent', 'calls_made', 'calls_run', 'links']
@@ -268,13 +269,13 @@ def statistics() -> dict[str, Any]:
 
 
 def context() -> AbstractContextManager[int]:
-    """A context for a forward pass over workers and its backward passes; gives its id.
+    """A context for a forward pass over workers and its backward passes; yields its id.
 
-    All calls made in the block belong to it, also those that they make in turn. At its end it is
-    released on all workers, and the gradients with it.
+    All calls made in the block belong to it, including nested ones. At the end of the block, it and
+    its gradients are released on all workers.
 
     Raises:
-        GradwireError: this thread is in a context already.
+        GradwireError: this thread is already in a context.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> with context() as ctx:
@@ -298,22 +299,23 @@ def backward(
 ) -> None:
     """Run one backward pass from these losses, through all workers of a context.
 
-    The gradients are kept in the context, where the leaf is; those of several passes add up.
+    Gradients are kept in the context, on the worker that has the leaf; those of several passes
+    accumulate.
 
     Args:
-        context_id: What `context()` gave.
-        roots: Losses of this worker: tensors of one element each.
+        context_id: The id that `context()` yielded.
+        roots: Losses of this worker: tensors with one element each.
         retain_graph: Keep the graph for another pass.
         create_graph: Record the pass itself, so that the gradients can be differentiated again.
-        accumulate: Add the gradients to `.grad` of the leaves as well.
-        timeout: Seconds. Default: it may take its time.
+        accumulate: Also accumulate the gradients into `.grad` of the leaves.
+        timeout: Seconds. Default: no limit.
 
     Raises:
-        GradwireError: something is wrong with the arguments, or a backward failed on some worker:
-            then `Error on Node N: ...`, with the error there as its cause. What was computed until
-            then stays in the context.
-        WorkerLostError: a worker of the context is gone.
-        BackwardTimeout: it did not end in time, and was ended on all workers.
+        GradwireError: an argument is invalid, or the pass failed on some worker: then the message
+            is `Error on Node N: ...`, with the original error as its cause. Gradients computed
+            before that stay in the context.
+        WorkerLostError: a worker of the context is lost.
+        BackwardTimeout: the pass did not finish in time, and was aborted on all workers.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> with context() as ctx:
@@ -336,7 +338,7 @@ def backward(
 
 @uncompiled
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients of this worker's leaves in a context, by the `context_id` that it gave.
+    """The gradients of this worker's leaves in a context, given its `context_id`.
 
     Raises:
         GradwireError: there is no such context.
@@ -364,15 +366,15 @@ def grad(  # noqa: PLR0913 they are those of `torch.autograd.grad`
     allow_unused: bool = False,
     timeout: float | None = None,
 ) -> tuple[Tensor | None, ...]:
-    """The gradients of `outputs` by `inputs`, both of this worker, along all paths over workers.
+    """The gradients of `outputs` with respect to `inputs`, both of this worker, across workers.
 
-    As `torch.autograd.grad`: nothing is kept in the context. Raises what `backward` does, and
-    `context_id`, `retain_graph`, `create_graph` and `timeout` are those of it.
+    As `torch.autograd.grad`: nothing is stored in the context. It raises what `backward` does;
+    `context_id`, `retain_graph`, `create_graph` and `timeout` are also those of `backward`.
 
     Args:
-        outputs: What is differentiated.
-        inputs: By what. One that has no part in them is an error, or None if `allow_unused`.
-        grad_outputs: The gradients of the outputs; needed for those of more than one element.
+        outputs: The tensors to differentiate.
+        inputs: With respect to what. An unused one is an error, or None with `allow_unused`.
+        grad_outputs: The gradients of the outputs; required for outputs of more than one element.
 
     >>> x = torch.tensor(2.0, requires_grad=True)
     >>> with context() as ctx:
@@ -407,7 +409,7 @@ def barrier(timeout: float | None = None) -> None:
 
 @uncompiled
 def all_gather(value: Any, timeout: float | None = None) -> dict[str, Any]:
-    """The `value` of every worker, by name, within `timeout` seconds. All call it, in one order.
+    """The `value` of every worker, by name, within `timeout` seconds. All workers must call it.
 
     >>> world.run(lambda worker: gw.all_gather(worker.id))[0]
     {'worker0': 0, 'worker1': 1}
@@ -418,7 +420,7 @@ def all_gather(value: Any, timeout: float | None = None) -> dict[str, Any]:
 
 @uncompiled
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
-    """Name and id of a worker; without a `worker_name`, of this one.
+    """Name and id of a worker; without a `worker_name`, those of this one.
 
     >>> get_worker_info("worker1")
     WorkerInfo(name='worker1', id=1)
@@ -438,7 +440,7 @@ def get_worker_infos() -> list[WorkerInfo]:
 
 
 def on_join(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-    """Call `callback(info)` for every worker that joins. Returns a function that stops this.
+    """Call `callback(info)` for every worker that joins. Returns a function that unsubscribes.
 
     >>> stop = on_join(lambda info: print(info.name, "is here"))
     >>> stop()
@@ -447,7 +449,7 @@ def on_join(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
 
 
 def on_leave(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-    """Call `callback(info)` for every one that leaves or is lost. Returns what stops this.
+    """Call `callback(info)` for every worker that leaves or is lost. Returns an unsubscriber.
 
     >>> stop = on_leave(lambda info: print(info.name, "is gone"))
     >>> stop()
@@ -456,11 +458,11 @@ def on_leave(callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
 
 
 def register_reducer(kind: type, reducer: Reducer) -> None:
-    """Pickle objects of exactly this type with `reducer`, as `copyreg.pickle` would, in all calls.
+    """Pickle objects of exactly this type with `reducer`, as with `copyreg.pickle`, in all calls.
 
     Args:
-        kind: The type, and no subclass of it.
-        reducer: Returns a callable and its arguments, which may hold tensors as all others do.
+        kind: The type; its subclasses are not affected.
+        reducer: Returns a callable and its arguments, which may contain tensors.
     """
     _reducers[kind] = reducer
     for worker in (_thread.worker, _process):
@@ -469,7 +471,7 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
 
 
 def enter(worker: Worker | None) -> Worker | None:
-    """Make a worker current in this thread; returns the one before. For worlds in one process."""
+    """Make a worker current in this thread; returns the previous one. For worlds in one process."""
     before = _thread.worker
     _thread.worker = worker
     return before

@@ -1,16 +1,16 @@
 """Every error of Gradwire. The type says who is at fault; the data is in attributes.
 
-GradwireError                 (a RuntimeError, so that code written for torch's RPC catches it)
+GradwireError                 (a RuntimeError, so that code written for torch RPC catches it)
 ├── ClosedError               you: the worker was shut down, or never started
-├── NotAllowedError           you: the other worker does not let this be called, or sent
+├── NotAllowedError           you: the other worker does not allow this call or argument
 ├── WorkerLostError           the world: a worker died, left, or cannot be reached
-├── CallTimeout               the world: no answer in time (also a TimeoutError)
-├── BackwardTimeout           the world: a backward pass did not end in time (a TimeoutError, too)
-├── StaleReferenceError       the world: the value of a reference is gone, with who kept it alive
+├── CallTimeout               the world: no response in time (also a TimeoutError)
+├── BackwardTimeout           the world: a pass did not finish in time (also a TimeoutError)
+├── StaleReferenceError       the world: the value of a reference was freed with its holder
 ├── OwnersError               several of these at once, from several workers
 ├── ProtocolError             the other side: malformed bytes
 │   └── AuthenticationError   the other side: it does not know the world's key
-└── RemoteError               your function over there: it raised (the cause of what you catch)
+└── RemoteError               your function on the other worker (the cause of what you catch)
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class GradwireError(RuntimeError):
 
 
 class LostGradientWarning(UserWarning):
-    """A tensor that requires grad went to another worker while no context was active."""
+    """A tensor that requires grad was sent to another worker without an active context."""
 
 
 class ClosedError(GradwireError):
@@ -47,7 +47,7 @@ class NotAllowedError(GradwireError):
 
 
 class WorkerLostError(GradwireError):
-    """A worker died, left or cannot be reached; nothing more will come from it."""
+    """A worker died, left or cannot be reached."""
 
     _advice = (
         "read that worker's last output, and let all workers reach gw.shutdown(): see "
@@ -64,7 +64,7 @@ class WorkerLostError(GradwireError):
 
 
 class CallTimeout(GradwireError, TimeoutError):
-    """No response in time. The function may still be running there."""
+    """No response in time. The function may still be running."""
 
     _advice = "to find out what it waits for, see CallTimeout in docs/errors.md"
 
@@ -86,7 +86,7 @@ class CallTimeout(GradwireError, TimeoutError):
 
 
 class BackwardTimeout(GradwireError, TimeoutError):
-    """A backward pass did not end within the time given; it was ended on all workers."""
+    """A backward pass did not finish in time, and was aborted on all workers."""
 
     _advice = (
         "to find out which worker it waits for, see BackwardTimeout in docs/errors.md"
@@ -106,7 +106,7 @@ class BackwardTimeout(GradwireError, TimeoutError):
 
 
 class StaleReferenceError(GradwireError):
-    """The value of a reference was freed: its sender died, or dropped it too early."""
+    """The value of a reference was freed: its sender died, or released it too early."""
 
     _advice = (
         "keep a reference until the worker it was passed to has used it: see StaleReferenceError "
@@ -117,7 +117,7 @@ class StaleReferenceError(GradwireError):
 class OwnersError(GradwireError):
     """The failures of one operation on several workers, by worker name.
 
-    `errors` has the exceptions, `traces` where each was raised, as text.
+    `errors` has the exceptions, `traces` their tracebacks, as text.
     """
 
     _advice = "`errors` has each of them: see OwnersError in docs/errors.md"
@@ -156,8 +156,8 @@ class AuthenticationError(ProtocolError):
 class RemoteError(GradwireError):
     """What a function raised on another worker, as text.
 
-    It is the `__cause__` of the exception you catch, which has the type the function raised. Where
-    that type cannot be brought here, this is what is raised.
+    It is the `__cause__` of the exception that you catch, which has the original type. Where that
+    type cannot be recreated here, this is raised instead.
     """
 
     def __init__(self, worker: str, type_name: str, message: str, trace: str) -> None:

@@ -1,6 +1,6 @@
 """Names and numbers of workers.
 
-A worker has a name, chosen by people, and an id, a number that is never used twice in one world.
+A worker has a name, chosen by people, and an id, a number that is never reused in a world.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class WorkerInfo(NamedTuple):
-    """Who a worker is: its name and its id."""
+    """A worker's name and id."""
 
     name: str
     id: int
 
 
 def check_name(name: object) -> str:
-    """The name, if a worker can be called that.
+    """The name, if it is a valid name of a worker.
 
     Raises:
-        ValueError: naming what is wrong with it.
+        ValueError: it is not; says why.
     """
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(

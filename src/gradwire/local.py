@@ -1,8 +1,8 @@
 """A world of processes on this machine, started from a script, a notebook or the REPL.
 
-The caller is worker0. The others run none of its code but what they are called with: functions that
-the main module or a notebook's cells define go to them by value. A worker ends with the world,
-and with its parent, whose end closes its standard input.
+The caller is worker0. The others run only what they are asked to: functions defined in the main
+module or in a notebook's cells are sent to them by value. A worker process ends with the world, and
+with its parent, whose end closes the worker's standard input.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _PROGRAM = "from gradwire.local import serve; serve()"
 
 @contextmanager
 def local_world(workers: int, **options: Any) -> Iterator[Worker]:
-    """Start a world of worker processes on this machine, with the caller as worker0.
+    """Start a world of `workers` processes on this machine, with the caller as worker0.
 
     Further keywords are options of all of them (`Options`). At the end of the block all leave
     together; after an exception, at once.
 
     Raises:
-        ClosedError: this process has a current worker already.
+        ClosedError: this process already has a current worker.
         ValueError, TypeError: `workers` or an option is invalid.
 
     >>> with local_world(4) as world:                               # doctest: +SKIP

@@ -1,6 +1,7 @@
-"""What a user can set, in one place, and where each setting comes from.
+"""All user settings in one place, and where each of them comes from.
 
-An option given in code wins; else the environment variable `GRADWIRE_<NAME>`; else the default.
+An option given in code takes precedence over the environment variable `GRADWIRE_<NAME>`, and that
+over the default.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def check_timeout(seconds: float) -> float:
     """Validate a timeout that a user gave.
 
     Raises:
-        TypeError, ValueError: it is none.
+        TypeError, ValueError: it is not a valid timeout.
     """
     kind: type[Exception] = ValueError
     try:
@@ -45,7 +46,7 @@ def _ports(text: str) -> tuple[int, int]:
 
 
 def _from_env(name: str, parse: Callable[[str], T], default: T) -> Any:
-    """A dataclass field that looks into the environment when it is not given."""
+    """A dataclass field whose default comes from the environment."""
 
     def read() -> T:
         text = os.environ.get(f"GRADWIRE_{name}")
@@ -64,23 +65,23 @@ class Options:
     """Settings of one worker. Times are in seconds, sizes in bytes."""
 
     timeout: float = _from_env("TIMEOUT", float, 60.0)
-    """How long a call may take unless it says otherwise; 0 is for ever."""
+    """Default timeout of a call; 0 means no limit."""
     join_timeout: float = _from_env("JOIN_TIMEOUT", float, 300.0)
-    """How long to wait for the other workers at the start."""
+    """How long to wait for the other workers at start-up."""
     heartbeat: float = _from_env("HEARTBEAT", float, 10.0)
-    """A TCP link silent for this long is lost; 0 never asks."""
+    """A TCP connection that is silent for this long counts as lost; 0 disables this."""
     host_heartbeat: float = _from_env("HOST_HEARTBEAT", float, 60.0)
-    """The same for workers of this host, which are stopped then, or stuck; 0 never asks."""
+    """The same for workers of this host, which are then stopped or stuck; 0 disables this."""
     threads: int = _from_env("THREADS", int, 64)
-    """Calls run at a time; those that wait for other workers do not count."""
+    """Calls run concurrently; those waiting for other workers do not count."""
     torch_threads: int | None = _from_env("TORCH_THREADS", int, None)
-    """Threads of torch for one operation (`torch.set_num_threads`); 0 leaves them alone. Default:
-    the host's cores divided among its workers, unless the user has set the number."""
+    """Torch's intra-op threads (`torch.set_num_threads`); 0 leaves them unchanged. Default: the
+    host's cores divided among its workers, unless the user has set a number."""
 
     bind: str | None = _from_env("BIND", str, None)
-    """Address to listen on. Default: loopback, or the way to the rendezvous."""
+    """Address to listen on. Default: loopback, or the interface that leads to the rendezvous."""
     advertise: str | None = _from_env("ADVERTISE", str, None)
-    """Address that others should connect to, when it is not the bound one."""
+    """Address to publish, if it differs from the one to listen on."""
     ports: tuple[int, int] | None = _from_env("PORTS", _ports, None)
     """First and last TCP port to try. Default: any free one."""
     unix_sockets: bool = _from_env("UNIX_SOCKETS", _flag, True)
@@ -88,56 +89,56 @@ class Options:
     shared_memory: bool = _from_env("SHARED_MEMORY", _flag, True)
     """Move large tensors through shared memory between workers of one host."""
     spin: float = _from_env("SPIN", float, 200e-6)
-    """How long to poll for an answer before sleeping; 0 never polls."""
+    """How long to poll for a response before sleeping; 0 disables polling."""
     switch_interval: float = _from_env("SWITCH_INTERVAL", float, 5e-4)
-    """How long another Python thread may keep a call waiting; 0 leaves Python's own (5 ms)."""
+    """How long another Python thread may delay a call; 0 keeps Python's default (5 ms)."""
 
     key: bytes | None = field(
         default_factory=lambda: os.environb.get(b"GRADWIRE_KEY"), repr=False
     )
-    """The world's secret. Default: one of this user on this machine."""
+    """The world's secret. Default: this user's own on this machine."""
     key_file: str | None = _from_env("KEY_FILE", str, None)
-    """A file that holds the secret, which nobody else may read."""
+    """A file with the secret, readable only by this user."""
     trust_store: bool = _from_env("TRUST_STORE", _flag, False)
-    """Without a key: share a random one through the store. Who can read that can run any code."""
+    """Without a key: share a random one through the store, whose readers can then run any code."""
     tls: bool | None = _from_env("TLS", _flag, None)
-    """TLS on every TCP connection, or on none. Default: on those that leave this machine."""
+    """TLS on every TCP connection, or on none. Default: on those that leave the machine."""
     tls_ca: str | None = _from_env("TLS_CA", str, None)
-    """A file with the authorities of the workers' certificates. Default: the world's own."""
+    """A file with the certificate authorities of the workers. Default: the world's own."""
     tls_cert: str | None = _from_env("TLS_CERT", str, None)
-    """A file with this worker's certificate, whose name (DNS) is that of the worker."""
+    """A file with this worker's certificate, which has the worker's name as a DNS name."""
     tls_key: str | None = _from_env("TLS_KEY", str, None)
     """A file with the private key of that certificate."""
     allow: Collection[Any] | None = None
-    """If given: the only functions (or modules) others may call, and no pickle at all. A dict has
-    such lists by patterns of callers' names; the first that matches counts."""
+    """If given: the only functions (or modules) that others may call, without any pickle. A dict
+    maps patterns of callers' names to such lists; the first match decides."""
     audit: str | None = _from_env("AUDIT", str, None)
-    """A file to which is written who comes and goes, is refused, and calls what."""
+    """A log file of joins, leaves, refusals and calls."""
     device_maps: Mapping[str, Mapping[Any, Any]] | None = None
-    """By worker, on which of its devices tensors arrive, by device here; results come back so."""
+    """For each worker, a map from devices here to devices there; results take the inverse."""
     serializer: Any = None
     """An object with `dumps(obj, tensors)` and `loads(data, tensors)` instead of pickle."""
 
     handshake_timeout: float = _from_env("HANDSHAKE_TIMEOUT", float, 5.0)
-    """How long a stranger may take to prove that it knows the key."""
+    """How long a connecting peer may take to prove that it knows the key."""
     max_strangers: int = _from_env("MAX_STRANGERS", int, 256)
-    """Connections that may wait to be authenticated."""
+    """Unauthenticated connections, in total."""
     max_strangers_per_address: int = _from_env("MAX_STRANGERS_PER_ADDRESS", int, 64)
-    """Those of them that may come from one IP address."""
+    """Unauthenticated connections from one IP address."""
     max_body: int = _from_env("MAX_BODY", int, 1 << 30)
-    """The largest message accepted, not counting its large tensors."""
+    """The largest message accepted, without its large tensors."""
     max_bulk: int = _from_env("MAX_BULK", int, 1 << 37)
-    """The most bytes of large tensors accepted in one message."""
+    """The largest total size of a message's large tensors."""
     max_peer_connections: int = _from_env("MAX_PEER_CONNECTIONS", int, 64)
     """Connections that one other worker may have open here."""
     max_peer_requests: int = _from_env("MAX_PEER_REQUESTS", int, 1 << 16)
-    """Requests of one other worker that may wait or run here; more are answered with an error."""
+    """Requests of one other worker that are queued or running here; further ones get an error."""
     max_peer_memory: int | None = _from_env("MAX_PEER_MEMORY", int, None)
-    """Their bytes together. Default: three quarters of the machine's memory, or the container's."""
+    """Their total bytes. Default: three quarters of the machine's memory, or the container's."""
     min_workers: int | None = _from_env("MIN_WORKERS", int, None)
-    """If given: the world is elastic, and `init_rpc` returns once so many workers have come."""
+    """If given: the world is elastic, and `init_rpc` returns once this many workers arrived."""
     world: str = _from_env("WORLD", str, "default")
-    """Tells apart worlds that meet in one store."""
+    """Distinguishes worlds that share a store."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.key, (bytes, type(None))):

@@ -1,7 +1,7 @@
 """Retries of calls whose worker was lost and has come back.
 
-A lost worker may have run the call, in part or in full, before it was lost. So only a function that
-is marked may be called again: one that may run twice as well as once.
+A lost worker may have run the call, in part or in full. So only a function that is marked may be
+retried: one for which running twice is as good as running once.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MARK = "__gradwire_idempotent__"
 
 
 def idempotent(function: F) -> F:
-    """Mark a function that may run twice as well as once, so that calls of it can be retried.
+    """Mark a function that may run twice as well as once, so that calls to it can be retried.
 
     >>> @gw.idempotent
     ... def newest_loss():
@@ -43,11 +43,11 @@ def call_with_retries(
     timeout: float | None,
     retries: int,
 ) -> Any:
-    """As `rpc_sync`; all attempts and the waits for the worker are within one timeout.
+    """As `rpc_sync`; all attempts, and the waits for the worker, share one timeout.
 
     Raises:
         ValueError: the function is not marked as idempotent.
-        WorkerLostError: the worker did not come back, or was lost in the last attempt, too.
+        WorkerLostError: the worker did not come back, or was lost again in the last attempt.
     """
     function = call[0]
     if not getattr(function, _MARK, False):

@@ -15,9 +15,9 @@ __all__ = ["disable", "enable"]
 
 
 def enable() -> None:
-    """Have functions that are scripted from now on make calls; twice is fine.
+    """Let functions that are scripted from now on make calls. Idempotent.
 
-    This puts a few hooks into torch's compiler. Programs under `gradwire run` have it already.
+    This installs hooks into torch's compiler. Under `gradwire run`, it is already enabled.
 
     Raises:
         RuntimeError: this torch has no TorchScript.
@@ -35,7 +35,7 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Take the hooks out of torch's compiler. What was scripted meanwhile goes on to work."""
+    """Remove the hooks from torch's compiler. Existing scripts continue to work."""
     from ._script import hooks
     from ._script.own import OWN
 

@@ -1,4 +1,4 @@
-"""Telling workers that serve others to leave."""
+"""Telling workers that serve others to stop."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from .ids import WorkerInfo
 
 
 def stop_serving(to: str | int | WorkerInfo) -> None:
-    """Have the `serve` of another worker return, and that worker leave.
+    """Make `serve` of another worker return, and that worker leave.
 
     Args:
         to: its name, id or info.
 
     Raises:
-        GradwireError: the world has a fixed size, and all leave together.
+        GradwireError: the world has a fixed size, and all workers leave together.
     """
     try:
         rpc_sync(to, _stop)

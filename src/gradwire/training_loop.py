@@ -1,8 +1,8 @@
-"""A training loop that goes back to its last checkpoint when a worker is lost.
+"""A training loop that resumes from its last checkpoint when a worker is lost.
 
-An exception of a loop's body never reaches the iterator, so each step is a context manager: its
-block swallows what comes of the loss of a worker, and the next step is the one that was saved last.
-What the lost worker had is gone, so everything is built anew, and loaded.
+An exception in a loop's body never reaches the iterator, so each step is a context manager: its
+block catches errors caused by the loss of a worker, and the loop continues with the step that was
+saved last. The lost worker's memory is gone, so everything is built anew, and loaded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LOOK = 1.0  # seconds between attempts to build, unless a worker comes
 
 
 class Step(int):
-    """The number of a step. Its block is what may be done again."""
+    """The number of a step. Its block may be repeated."""
 
     model: nn.Module
     optimizer: DistributedOptimizer
@@ -58,13 +58,13 @@ def resumable(
     save_every: int = 50,
     patience: float | None = None,
 ) -> Iterator[Step]:
-    """The steps of a training, again from the last checkpoint whenever a worker was lost.
+    """The steps of a training, resumed from the last checkpoint whenever a worker is lost.
 
-    `build` makes the model and its optimizer, on workers that are there. Each step has both, and is
-    done in a `with` block. They are saved into the folder `path` at the start, after every
-    `save_every` steps and at the end, with this worker's random state; and if the folder has a
-    checkpoint already, the loop goes on from there. A lost worker may take `patience` seconds
-    (`Options.join_timeout`) to come back.
+    `build` creates the model and its optimizer, on workers that are present. Each step has both,
+    and runs in a `with` block. They are saved into the folder `path` at the start, after every
+    `save_every` steps and at the end, together with this worker's random state; if the folder
+    already has a checkpoint, the loop resumes from it. A lost worker may take `patience` seconds
+    (default: `Options.join_timeout`) to come back.
 
         for step in gw.resumable(1000, build, path="checkpoints"):
             with step, gw.context() as ctx:
@@ -149,7 +149,7 @@ class _Run:
 
 
 def comes_of_a_loss(error: BaseException | None) -> bool:
-    """Whether an error would not have been without the loss of a worker."""
+    """Whether an error was caused by the loss of a worker."""
     while error is not None:
         if isinstance(error, WorkerLostError | StaleReferenceError):
             return True

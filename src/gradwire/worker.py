@@ -176,17 +176,17 @@ class Worker:
 
     @property
     def name(self) -> str:
-        """Its name: unique in the world, and free again after its end."""
+        """Its name: unique among live workers, and free again once this one has left."""
         return self.card.name
 
     @property
     def id(self) -> int:
-        """Its number: its rank in a world of fixed size, else the next one. Never used twice."""
+        """Its id: the rank in a world of fixed size, otherwise the next number. Never reused."""
         return self.card.id
 
     @property
     def info(self) -> WorkerInfo:
-        """Its name and id, as other workers get them."""
+        """Its name and id, as other workers see them."""
         return self.card.info
 
     @property
@@ -209,7 +209,7 @@ class Worker:
         self._transport.start(self.id, keys, self._agent)
 
     def check_device_maps(self) -> None:
-        """Raise ValueError if other workers lack devices that its device maps lead to."""
+        """Raise ValueError if other workers lack devices that the device maps name."""
         device_check.check_there(self._agent, self.options.join_timeout)
 
     def _share_cores(self, is_elastic: bool) -> None:
@@ -273,7 +273,7 @@ class Worker:
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> CallFuture:
-        """Call a function on a worker; the future of its result: `gw.rpc_async` as this worker."""
+        """Call a function on a worker, returning a future: `gw.rpc_async` as this worker."""
         return self._agent.call_async(to, func, args, kwargs, timeout)
 
     def remote(
@@ -284,11 +284,11 @@ class Worker:
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
     ) -> RRef[Any]:
-        """Call a function on a worker; a reference to its result: `gw.remote` as this worker."""
+        """Call a function on a worker, returning a reference: `gw.remote` as this worker."""
         return self.references.remote(to, func, args, kwargs, timeout)
 
     def debug_info(self) -> dict[str, Any]:
-        """What this worker owns, holds and waits for."""
+        """What this worker currently owns, holds and waits for."""
         return {
             "calls_in_flight": self._agent.caller.in_flight,
             **self.autograd.debug_info(),
@@ -296,9 +296,9 @@ class Worker:
         }
 
     def statistics(self) -> dict[str, Any]:
-        """Calls and bytes since the start, and how this worker reaches the others.
+        """Calls and bytes since the start, and the transport to each other worker.
 
-        Calls include the messages of Gradwire's own, such as the steps of a backward pass.
+        Calls include Gradwire's own requests, such as the steps of a backward pass.
         """
         links = self._transport.links().items()
         return {
@@ -318,7 +318,7 @@ class Worker:
         return self._collectives.all_gather(value, timeout)
 
     def get_worker_info(self, name: str | int | None = None) -> WorkerInfo:
-        """Name and id of a worker; without a name, of this one."""
+        """Name and id of a worker; without a name, those of this one."""
         return self.info if name is None else self._agent.peer(name).card.info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
@@ -326,11 +326,11 @@ class Worker:
         return [card.info for card in self._agent.members.cards()]
 
     def on_join(self, callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-        """Call `callback(info)` for every worker that joins. Returns what stops this."""
+        """Call `callback(info)` for every worker that joins. Returns an unsubscriber."""
         return self._agent.joined.subscribe(callback)
 
     def on_leave(self, callback: Callable[[WorkerInfo], object]) -> Callable[[], None]:
-        """Call `callback(info)` for every worker that is gone. Returns what stops this."""
+        """Call `callback(info)` for every worker that is gone. Returns an unsubscriber."""
         return self._agent.gone.subscribe(callback)
 
     def count_as_lost(self, number: int, reason: str) -> None:
@@ -381,10 +381,10 @@ class Worker:
         self._codec.register_reducer(kind, reducer)
 
     def serve(self) -> None:
-        """Run what other workers ask for until the world ends or one says so; then leave it.
+        """Serve other workers until the world ends or `stop_serving` is called; then leave.
 
-        A world of fixed size ends when all want to leave. An elastic one ends when those that do
-        not serve have shut down; one that was lost may come back, and is waited for.
+        A world of fixed size ends when all workers shut down. An elastic one ends when those that
+        do not serve have shut down; a lost one may come back, and is waited for.
         """
         if self._meeting is not None and self._meeting.is_elastic:
             self._meeting.note(self.name, Part.SERVES)
@@ -399,10 +399,10 @@ class Worker:
         self.shutdown()
 
     def stop_serving(self) -> None:
-        """Have `serve` return.
+        """Make `serve` return.
 
         Raises:
-            GradwireError: the world has a fixed size, and all leave together.
+            GradwireError: the world has a fixed size, and all workers leave together.
         """
         if self._meeting is None or not self._meeting.is_elastic:
             raise GradwireError(
@@ -414,12 +414,12 @@ class Worker:
     def shutdown(self, graceful: bool = True, timeout: float | None = None) -> None:
         """Leave the world.
 
-        Graceful: wait until all workers want to leave and all calls everywhere are done; workers
-        that are lost are not waited for. Else: leave now; calls in flight fail.
+        If graceful, wait until all workers shut down and all calls everywhere are done, except on
+        lost workers. Otherwise leave now; calls in flight fail.
 
         Raises:
-            CallTimeout: others did not come to the end in time, or calls from here are in flight.
-                The worker is closed all the same.
+            CallTimeout: others did not shut down in time, or calls from here are in flight. This
+                worker is closed all the same.
         """
         if self._closed or self._is_copy():
             return
@@ -433,7 +433,7 @@ class Worker:
             self.close()
 
     def close(self) -> None:
-        """Leave now and free everything. Closing twice is fine."""
+        """Leave now and free everything. Idempotent."""
         if self._closed or self._is_copy():
             return
         self._closed = True
@@ -487,13 +487,13 @@ def open_worker(
     kinds: Kinds | None = None,
     around: Surround | None = None,
 ) -> Worker:
-    """A worker that talks by sockets, in the world that meets at `place`.
+    """A worker that communicates over sockets, in the world that meets at `place`.
 
-    `around` may put another transport around the sockets, such as one with faults.
+    `around` may wrap the sockets in another transport, such as one that injects faults.
 
     Raises:
         ValueError: the name or rank is taken or invalid.
-        GradwireError: the others did not come in time.
+        GradwireError: the other workers did not arrive in time.
     """
     check_name(name)
     meeting = Meeting(place, options)

@@ -124,7 +124,7 @@ def test_a_breakpoint_stops_the_worker_that_has_the_terminal(
         terminal.wait_for("[worker0] after 40")
         assert launcher.wait(LIMIT) == 0
     # it may have come while the prompt of worker1 waited in the same line
-    (told,) = [line for line in terminal.printed.splitlines() if "passed over" in line]
+    (told,) = [line for line in terminal.printed.splitlines() if "is skipped" in line]
     assert "[worker0] breakpoint() at " in told
     assert told.endswith("`gradwire launch --attach worker0` to stop there")
 

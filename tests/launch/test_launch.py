@@ -117,8 +117,8 @@ def test_a_traceback_that_is_last_anyway_is_not_repeated(
     err = capfd.readouterr().err.splitlines()
     assert err[-2:] == [
         "[worker1] ValueError: no",
-        "gradwire launch: worker1 failed with exit status 1 (see above), and so the others "
-        "were ended",
+        "gradwire launch: worker1 failed with exit status 1 (see above); the other "
+        "workers were stopped",
     ]
     assert sum("Traceback" in line for line in err) == 1
 
@@ -165,7 +165,7 @@ finally:
     out, err = capfd.readouterr()
     assert sorted(out.splitlines()) == ["[worker0] tidied up", "[worker1] tidied up"]
     first, *places = err.splitlines()
-    assert first == "gradwire launch: SIGINT: ending worker0, worker1"
+    assert first == "gradwire launch: SIGINT: stopping worker0, worker1"
     begins = [
         f"gradwire launch: worker{n} was at {Path('train.py').resolve()}, line "
         for n in (0, 1)
@@ -343,4 +343,4 @@ def test_a_failure_on_one_node_ends_the_others() -> None:
     said = [launcher.communicate(timeout=50)[0] for launcher in started]
     assert [launcher.returncode for launcher in started] == [5, 5]
     assert "worker1 failed with exit status 5" in said[0]
-    assert "node 1: worker1 failed with exit status 5; ending this node's" in said[1]
+    assert "node 1: worker1 failed with exit status 5; stopping this node's" in said[1]

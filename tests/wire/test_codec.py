@@ -68,7 +68,7 @@ def test_a_message_of_an_upper_layer_arrives(manner: Manner) -> None:
 
 @pytest.mark.parametrize("kind", [0, CALL, 15, 16, 256])
 def test_a_code_can_be_registered_once_and_from_16_on(kind: int) -> None:
-    with pytest.raises(ValueError, match="already used or not in 16..255"):
+    with pytest.raises(ValueError, match="already used or not in"):
         note_codec().register(kind, Call)
 
 

@@ -22,10 +22,10 @@ _MARK = "__gradwire_serial__"
 
 
 def serial(cls: C) -> C:
-    """Mark a class, `cls`: workers' calls of methods of one of its objects run one at a time.
+    """Mark a class, `cls`: method calls from workers on one of its objects run one at a time.
 
-    In the order in which the calls reach the object. Without it they run at the same time, in
-    several threads.
+    They run in the order in which they arrive. Without the mark they run concurrently, in several
+    threads.
 
     >>> @gw.serial
     ... class Counter:

@@ -51,9 +51,9 @@ class Service(Protocol):
 
 
 class RRef(Generic[T]):
-    """A reference to a value on some worker, which lives at least as long as this does.
+    """A reference to a value on some worker, which lives at least as long as this reference.
 
-    `RRef(value)` makes one to a value of this worker; `remote` to what a function returns on
+    `RRef(value)` creates one to a value of this worker; `remote` to the result of a function on
     another. Pass it in calls, return it, keep it in containers; drop it when you are done.
 
     >>> rref = gw.remote("worker1", torch.add, args=(torch.ones(2), 1))
@@ -91,19 +91,19 @@ class RRef(Generic[T]):
         return error
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
+        """The worker that owns the value."""
         return self._core.owner
 
     def owner_name(self) -> str:
-        """The name of the worker that has the value."""
+        """The name of the worker that owns the value."""
         return self._core.owner.name
 
     def is_owner(self) -> bool:
-        """Whether the value is here."""
+        """Whether this worker owns the value."""
         return isinstance(self._core, OwnedValue)
 
     def confirmed_by_owner(self) -> bool:
-        """Whether the owner is known to have the value."""
+        """Whether the owner has confirmed that it has the value."""
         core = self._core
         try:
             return isinstance(core, OwnedValue) or core.is_confirmed
@@ -117,11 +117,11 @@ class RRef(Generic[T]):
 
     @uncompiled
     def local_value(self) -> T:
-        """The value itself, at its owner.
+        """The value itself, on its owner.
 
         Raises:
-            GradwireError: this is not the owner.
-            Exception: what the function that makes the value raised.
+            GradwireError: this worker is not the owner.
+            Exception: what the function that creates the value raised.
         """
         if not isinstance(self._core, OwnedValue):
             raise GradwireError(
@@ -134,12 +134,12 @@ class RRef(Generic[T]):
 
     @uncompiled
     def to_here(self, timeout: float | None = None) -> T:
-        """A copy of the value; at its owner, the value itself.
+        """A copy of the value; on its owner, the value itself.
 
         Raises:
-            CallTimeout: it did not come within `timeout` seconds (0: no limit).
-            WorkerLostError: the owner is gone.
-            Exception: what the function that makes the value raised.
+            CallTimeout: it did not arrive within `timeout` seconds (0: no limit).
+            WorkerLostError: the owner is lost.
+            Exception: what the function that creates the value raised.
         """
         try:
             value: T = self._service.fetch(self._core, timeout)
@@ -150,7 +150,7 @@ class RRef(Generic[T]):
 
     @uncompiled
     def to_here_async(self, timeout: float | None = None) -> CallFuture:
-        """The future of a copy of the value; `await rref` does the same."""
+        """A future of a copy of the value; `await rref` does the same."""
         return self._service.fetch_async(self._core, timeout)
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -158,25 +158,25 @@ class RRef(Generic[T]):
 
     @uncompiled
     def rpc_sync(self, timeout: float | None = None) -> Any:
-        """The value, to call methods of: `rref.rpc_sync().forward(x)` waits for the result."""
+        """Call a method of the value, and wait: `rref.rpc_sync().forward(x)` returns the result."""
         return Proxy(self._service.invoke, self._core, timeout)
 
     @uncompiled
     def rpc_meanwhile(
         self, func: Callable[[], object], timeout: float | None = None
     ) -> Any:
-        """As `rpc_sync`; calls `func()`, in this thread, when the call is on its way."""
+        """As `rpc_sync`; calls `func()`, in this thread, once the request has been sent."""
         invoke = partial(self._service.invoke, meanwhile=func)
         return Proxy(invoke, self._core, timeout)
 
     @uncompiled
     def rpc_async(self, timeout: float | None = None) -> Any:
-        """The value, to call methods of: `rref.rpc_async().forward(x)` gives a future."""
+        """Call a method of the value: `rref.rpc_async().forward(x)` returns a future."""
         return Proxy(self._service.invoke_async, self._core, timeout)
 
     @uncompiled
     def remote(self, timeout: float | None = None) -> Any:
-        """The value, to call methods of: `rref.remote().forward(x)` gives another reference."""
+        """Call a method of the value: `rref.remote().forward(x)` returns another reference."""
         return Proxy(self._service.invoke_remote, self._core, timeout)
 
     def _get_type(self, timeout: float | None = None, blocking: bool = True) -> Any:

@@ -23,22 +23,23 @@ def save(
     *,
     extra: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write a checkpoint of a model into a folder; each owner writes what it has.
+    """Write a checkpoint of a model into a folder; each owner writes its own part.
 
-    What was saved in it before stays whole until the new one is complete, also if this is killed.
-    No one should step meanwhile.
+    A previous checkpoint stays intact until the new one is complete, even if this is killed. Run no
+    step meanwhile.
 
     Args:
-        path: A folder that all owners see.
-        model: Any module; those of its children that are remote are saved by their owners.
-        optimizer: The optimizer of its parameters, if its state is to be saved, too.
-        extra: Plain data and tensors, for `load` to return.
+        path: A folder that is visible to all owners.
+        model: Any module; remote children are saved by their owners.
+        optimizer: The optimizer of its parameters, to save its state as well.
+        extra: Plain data and tensors, which `load` returns.
 
     Raises:
-        GradwireError: an owner does not see the folder, or another save into it is under way.
-        TypeError: `extra` has something else in it.
+        GradwireError: the folder is not visible to an owner, or another save into it is in
+            progress.
+        TypeError: `extra` contains something else.
         ValueError: the optimizer has parameters that are not in the model.
-        Exception: what went wrong on an owner; `OwnersError` if it was several.
+        Exception: the error on an owner; `OwnersError` if several failed.
     """
     from .driver import save_checkpoint
 
@@ -53,23 +54,23 @@ def load(
     *,
     strict: bool = True,
 ) -> dict[str, Any]:
-    """Read a checkpoint into a model, which may be on other workers than the one it was made of.
+    """Read a checkpoint into a model, whose layout over workers may differ from the saved one.
 
-    Names and shapes are looked at before anything is changed.
+    Names and shapes are checked before anything is changed.
 
     Args:
         path: The folder.
-        model: The model to fill.
-        optimizer: The optimizer to fill, if its state was saved.
-        strict: Whether the names have to be the same; else those that are in both are read.
+        model: The model to load into.
+        optimizer: The optimizer to load into, if its state was saved.
+        strict: Whether names must match; otherwise the common ones are loaded.
 
     Returns:
         The `extra` of `save`.
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: it is one of another model, or has no optimizer.
-        Exception: what went wrong on an owner; `OwnersError` if it was several.
+        ValueError: it does not match the model, or has no optimizer.
+        Exception: the error on an owner; `OwnersError` if several failed.
     """
     from .driver import load_checkpoint
 

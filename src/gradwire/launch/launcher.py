@@ -171,7 +171,10 @@ class _Launch:
             self._finish(self._team[ended.worker])
         if ended.worker in state.spared:
             verdict = _verdict(self._names[ended.worker], ended.status)
-            self._console.say(f"{verdict}; continuing with {self._running()}")
+            others = self._running()
+            self._console.say(
+                f"{verdict}; continuing with {others}" if others else verdict
+            )
         self._send(number)
 
     def _finish(self, recruit: Recruit) -> None:

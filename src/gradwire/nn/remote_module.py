@@ -1,8 +1,8 @@
-"""A module on another worker, used as if it were here.
+"""A module on another worker, used like a local one.
 
 The handle is an `nn.Module` without parameters of its own, so it can be a child of an ordinary
-module: calls, `train`, `apply`, `to`, `state_dict` and `load_state_dict` of the parent go through
-to where the module is. What would have to hand out the parameters themselves says so.
+module: calls, `train`, `apply`, `to`, `state_dict` and `load_state_dict` of the parent reach the
+module on its worker. Methods that would have to return the parameters themselves raise an error.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from .spread_model import PartState, Standin, parameters_behind
 
 
 class RemoteModule(Standin):
-    """The module `module_cls(*args, **kwargs)` on a worker, used as if it were here.
+    """The module `module_cls(*args, **kwargs)` on a worker, used like a local one.
 
-    `remote_device` names the worker and perhaps a device there: `"worker1"`, `"worker1/cuda:0"`,
-    `"rank:1/cpu"`. What goes wrong there is raised by the first use. Inputs are moved to the
-    module's device; what it returns from another device than the CPU arrives on the CPU, or by the
-    device map for its worker. It can be passed to other workers: all use the same module. With an
-    `interface` (a class marked `torch.jit.interface`) it can be scripted, and scripts can call it;
-    needs `script.enable()`.
+    `remote_device` names the worker, and optionally a device there: `"worker1"`,
+    `"worker1/cuda:0"`, `"rank:1/cpu"`. An error in the constructor is raised at the first use.
+    Inputs are moved to the module's device; outputs on a device other than the CPU arrive on the
+    CPU, or according to the device map for its worker. It can be passed to other workers: all use
+    the same module. With an `interface` (a class marked `torch.jit.interface`) it can be scripted,
+    and scripts can call it; this needs `script.enable()`.
 
     Raises:
         ValueError, RuntimeError: `remote_device` is invalid, or there is no such worker.
@@ -122,7 +122,7 @@ class RemoteModule(Standin):
 
     @uncompiled
     def forward_async(self, *args: Any, **kwargs: Any) -> CallFuture:
-        """Run the module; the future of its result."""
+        """Run the module, and return a future of the result."""
         if self.device == "cpu":
             future: CallFuture = self.module_rref.rpc_async()(*args, **kwargs)
             return future

@@ -2,8 +2,8 @@
 
 Each owner has an ordinary torch optimizer of its own parameters (`local.py`); a step is one call to
 each. This object keeps the groups with references in place of parameters, as a `torch.optim`
-optimizer does, so learning rate schedulers work on it as on any other. What they change in the
-groups travels with the next step.
+optimizer does, so learning rate schedulers work with it. What they change in the groups is sent
+with the next step.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """Optimizes parameters on their owners, with any class of `torch.optim`.
 
     `params_rref` are references to parameters, groups of them (`{"params": [...], "lr": ...}`), or
-    pairs of a name and a reference. All else goes to the class.
+    pairs of a name and a reference. All other arguments go to the class.
 
     Raises:
-        TypeError, ValueError: these are no references, or no groups of them.
-        Exception: what the class raised on an owner; `OwnersError` if it was several.
+        TypeError, ValueError: not references, or not valid groups.
+        Exception: what the class raised on an owner; `OwnersError` if several failed.
 
     >>> w = gw.remote("worker1", torch.ones, args=(2,), kwargs={"requires_grad": True})
     >>> optimizer = gw.DistributedOptimizer(torch.optim.SGD, [w], lr=0.5)
@@ -83,11 +83,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Update all parameters that have gradients in the context.
 
         Without a context: those that have a `.grad`, after `backward(..., accumulate=True)`.
-        Owners that have done their part have done it, also where others fail.
+        If some owners fail, the others have completed their step.
 
         Raises:
             GradwireError: there is no such context.
-            Exception: what went wrong on an owner; `OwnersError` if it was several.
+            Exception: the error on an owner; `OwnersError` if several failed.
         """
         if context_id is not None:
             get_gradients(context_id)  # raises if there is none
@@ -117,10 +117,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """Scale the gradients in a context so that their total norm is at most `max_norm`.
 
         Returns:
-            The norm before.
+            The norm before scaling.
 
         Raises:
-            RuntimeError: the norm is not finite, and that is asked for.
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
         """
         norms = self.call_owners("norm", context_id, float(norm_type))
         parts = torch.tensor(list(norms.values()), dtype=torch.float64)
@@ -133,7 +133,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters with settings of their own. If an owner fails, none adds them."""
+        """Add a group of parameters with its settings. If an owner fails, none adds it."""
         self.param_groups.append(check_group(param_group, self.param_groups))
         if not self.owners:
             return  # being made: the owners get all groups in one call
@@ -146,7 +146,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The state dict of a torch optimizer with all these parameters, in the same order."""
+        """The state dict of a torch optimizer over all these parameters, in the same order."""
         states = self.call_owners("state")
         pairs = ((self.shares[n], self._apart(n, s)) for n, s in states.items())
         groups, position = [], 0
@@ -157,10 +157,10 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return {"state": merge_states(pairs), "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load the state of `state_dict`, or of a torch optimizer of the same parameters.
+        """Load the state of `state_dict`, or of a torch optimizer over the same parameters.
 
         Raises:
-            ValueError: it has other groups.
+            ValueError: its groups differ.
         """
         check_state(self.param_groups, state_dict)
         saved = [settings_of(group) for group in state_dict["param_groups"]]

@@ -2,8 +2,8 @@
 
 As `torch.amp.GradScaler`: the loss is multiplied by a scale so that small gradients do not vanish
 in half precision, the gradients are divided by it before the step, and a step with gradients that
-are not finite is left out, on all owners or on none. The scale shrinks after such a step, and grows
-after many without.
+are not finite is skipped, on all owners or on none. The scale shrinks after such a step, and grows
+after many without one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .optimizer import DistributedOptimizer
 class GradScaler:
     """Loss scaling with torch's names; methods that use gradients take a context.
 
-    Without `enabled` it does nothing, so that one loop serves for both.
+    Unless `enabled`, it does nothing, so that one loop serves both cases.
 
     >>> scaler = gw.GradScaler(init_scale=8.0)
     >>> scaler.scale(torch.ones(2))
@@ -66,12 +66,12 @@ class GradScaler:
     def unscale_(
         self, optimizer: DistributedOptimizer, context_id: int | None = None
     ) -> None:
-        """Divide the gradients of an optimizer's parameters by the scale, to look at or clip them.
+        """Divide the gradients of an optimizer's parameters by the scale, to inspect or clip them.
 
-        `step` does it otherwise.
+        Otherwise `step` does it.
 
         Raises:
-            RuntimeError: it has been done since the last `update`.
+            RuntimeError: they have been unscaled since the last `update`.
         """
         if not self._enabled:
             return
@@ -94,7 +94,7 @@ class GradScaler:
             optimizer.step(context_id)
 
     def update(self, new_scale: float | None = None) -> None:
-        """Adapt the scale, once after the steps of an iteration.
+        """Adapt the scale, once per iteration, after its steps.
 
         Raises:
             RuntimeError: there was no step.
@@ -116,7 +116,7 @@ class GradScaler:
         self._finite.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, and can be loaded there."""
+        """In the format of torch's, which can load it."""
         if not self._enabled:
             return {}
         return {
@@ -131,7 +131,7 @@ class GradScaler:
         """Load a state dict.
 
         Raises:
-            RuntimeError: it is of a scaler that was not enabled.
+            RuntimeError: it is that of a disabled scaler.
         """
         if not self._enabled:
             return

@@ -14,10 +14,10 @@ from .directory import GROUP, NAMESPACE, RayStore, directory
 
 
 def join(world: str, name: str, **options: Any) -> Worker:
-    """Join the world of this name as worker `name`, and make that this process's current one.
+    """Join the world of this name as worker `name`, and make that the current one of this process.
 
-    Whoever comes first makes the world; it stays until `end`, or as long as the cluster. An actor
-    that Ray has started again comes back under its name. Further keywords are fields of `Options`.
+    The first to join creates the world; it lives until `end`, or as long as the cluster. An actor
+    restarted by Ray comes back under its name. Further keywords are fields of `Options`.
     """
     return join_at(directory(world, detached=True), name, options)
 
@@ -33,7 +33,7 @@ def join_at(actor: Any, name: str, options: dict[str, Any]) -> Worker:
 
 
 def end(world: str) -> None:
-    """End a world that stayed. Who joined it by themselves lose its workers, and go on.
+    """End a world. Those that joined it on their own lose its workers, but keep running.
 
     Raises:
         ValueError: there is no such world.

@@ -16,11 +16,11 @@ from .directory import NAMESPACE, RayStore, directory
 
 @dataclass
 class GradwireConfig(TorchConfig):  # type: ignore[misc]
-    """Torch's process group, as always, and a world for `gw.init_rpc()`.
+    """Torch's process group, as usual, and a world for `gw.init_rpc()`.
 
         TorchTrainer(train, torch_config=gw.ray.GradwireConfig(), scaling_config=...)
 
-    Each time Ray Train starts the workers anew the world is another.
+    Each time Ray Train restarts the workers, they form a new world.
     """
 
     @property

@@ -34,11 +34,12 @@ class World:
         with gw.ray.World(4, resources={"CPU": 1}, max_restarts=2):
             reference = gw.remote("worker1", Model, args=(512,))
 
-    Each worker gets these `resources`, in the `placement_group` (the current one by default; else
-    one is made, with this `strategy`). A worker that is lost is started again by Ray up to
-    `max_restarts` times (-1: always) and joins under its name; `on_restart(name)` runs there before
-    it does. A `detached` world has a name and outlives the driver: `join` it from another, and
-    `end` it. Further keywords are fields of `Options`.
+    Each worker gets these `resources`, in the `placement_group` (default: the current one, or else
+    a new one with this `strategy`). Ray restarts a lost worker up to `max_restarts` times (-1:
+    always), and it rejoins under its name, after `on_restart(name)` has run there. A `detached`
+    world has a name and outlives the driver: `join` it from another, and `end` it. Further keywords
+        are fields of
+    `Options`.
     """
 
     def __init__(  # noqa: PLR0913 what Ray can be asked for

@@ -24,8 +24,8 @@ from ..worker import Worker
 class World:
     """Workers `worker0`, `worker1`, … in this process.
 
-    With a `seed`, messages overtake each other in an order that the seed decides; with `faults`,
-    they are also dropped, repeated, delayed or cut off. Further keywords are fields of `Options`.
+    With a `seed`, messages are reordered as the seed decides; with `faults`, they are also dropped,
+    duplicated, delayed or cut off. Further keywords are fields of `Options`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class World:
 
     @contextmanager
     def as_worker(self, index: int) -> Iterator[Worker]:
-        """Be a worker in this thread, so that `gw.rpc_sync` and the like are its own."""
+        """Act as a worker in this thread: `gw.rpc_sync` and the other functions are its own."""
         before = enter(self.workers[index])
         try:
             yield self.workers[index]
@@ -88,7 +88,7 @@ class World:
             enter(before)
 
     def run(self, func: Callable[[Worker], Any]) -> list[Any]:
-        """Run `func(worker)` as each worker, all at the same time; their results.
+        """Run `func(worker)` as each worker, concurrently, and return the results.
 
         Raises:
             Exception: what the first of them raised.
@@ -113,7 +113,7 @@ class World:
         return results
 
     def kill(self, index: int) -> None:
-        """Kill a worker without a goodbye, as if its process was killed."""
+        """Kill a worker without a goodbye, as if its process had crashed."""
         self._transports[index].kill()
         self.workers[index].close()
 

@@ -75,10 +75,10 @@ class Graph:
 
 
 def capture(context_id: int, roots: Sequence[Tensor] = ()) -> Graph:
-    """What a context has recorded on all workers, and what lies behind `roots` on this one.
+    """What a context has recorded on all workers, and the graph behind `roots` on this one.
 
     Raises:
-        GradwireError: there is no such context, or a worker is gone.
+        GradwireError: there is no such context, or a worker is lost.
 
     >>> w = torch.ones(2, requires_grad=True)
     >>> with gw.context() as ctx:
