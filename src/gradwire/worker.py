@@ -415,11 +415,10 @@ class Worker:
         """Leave the world.
 
         If graceful, wait until all workers shut down and all calls everywhere are done, except on
-        lost workers. Otherwise leave now; calls in flight fail.
+        lost workers. Otherwise leave now; calls in flight fail. Either way, this one is closed.
 
         Raises:
-            CallTimeout: others did not shut down in time, or calls from here are in flight. This
-                worker is closed all the same.
+            CallTimeout: others did not shut down in time, or calls from here are in flight.
         """
         if self._closed or self._is_copy():
             return
