@@ -59,6 +59,7 @@ PRIVATE_TORCH: dict[str, str] = {
     "gradwire._rpc.futures": "errors that are raised as they are at each look",
     "gradwire._script.compiler": "compiles TorchScript that was written as text",
     "gradwire._script.hooks": "the compiler's own names for what it parses, infers and loads",
+    "gradwire._script.parts": "types of TorchScript, taken apart",
     "gradwire._script.pickling": "lists and dicts that scripts share by reference",
     "gradwire._script.references": "classes of RRef[T], by type",
     "gradwire._script.remote_modules": "the methods of a TorchScript interface",

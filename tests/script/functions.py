@@ -89,6 +89,20 @@ def returns_pair(x: Tensor) -> Pair:
     return Pair(x, 1)
 
 
+class Kept(NamedTuple):
+    rref: gw.RRef[Tensor]
+    pairs: list[Pair]
+
+
+def returns_references(x: Tensor) -> dict[str, list[gw.RRef[Tensor]]]:
+    return {"a": [gw.remote("worker0", add, (x, x))]}
+
+
+def returns_kept(x: Tensor) -> tuple[Kept, gw.RRef[Tensor] | None]:
+    kept = Kept(gw.remote("worker0", add, (x, x)), [Pair(x, 2)])
+    return kept, None
+
+
 @torch.jit.ignore
 def name_of_worker() -> str:
     return gw.get_worker_info().name

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire.testing import World
+from tests.script import functions as here
 from tests.script.functions import add, mixed, script
 
 ROOT = Path(__file__).parents[2]
@@ -57,6 +58,28 @@ def test_backward_and_gradients(world: World) -> None:
     with gw.context() as ctx:
         loss = gw.rpc_sync("worker1", torch.mul, (w, 3)).sum()
         assert loaded(ctx, loss)[w].tolist() == [3, 3]
+
+
+class Takes(torch.nn.Module):
+    """Its calls return what no operator of torch's can: references and named tuples."""
+
+    def forward(self, x: Tensor, to: str) -> tuple[Tensor, here.Kept]:
+        found = gw.rpc_sync(to, here.returns_references, (x,))["a"][0].to_here()
+        kept, none = gw.remote(to, here.returns_kept, (x,)).to_here()
+        pair = gw.rpc_async(to, here.returns_pair, (x,)).wait()
+        assert none is None
+        return found + kept.rref.to_here() + pair.first * kept.pairs[0].second, kept
+
+
+def test_results_with_references_and_named_tuples_in_them(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for function in (here.returns_references, here.returns_kept):  # which make calls
+        monkeypatch.setattr(here, function.__name__, script(function))
+    for to in ("worker0", "worker1"):
+        total, kept = torch.jit.load(saved(Takes()))(torch.ones(2), to)
+        assert total.tolist() == [6, 6]
+        assert (kept.rref.owner_name(), kept.pairs[0].second) == ("worker0", 2)
 
 
 @pytest.mark.filterwarnings("ignore::gradwire.LostGradientWarning")

@@ -7,7 +7,8 @@ from typing import Any
 import torch
 
 from . import compiler
-from .types import annotation, is_reference_type, taker
+from .takers import taker
+from .types import annotation, is_reference_type
 
 _finishers: dict[str, Any] = {}
 _typers: dict[str, Any] = {}

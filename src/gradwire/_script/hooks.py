@@ -22,7 +22,7 @@ import torch
 from torch.jit import _builtins, _recursive
 
 from .._rpc.function_runner import is_async_execution
-from . import calls, frontends, pickling, references, rewriting, types
+from . import calls, frontends, pickling, references, rewriting, takers
 from .frontends import Frontend
 
 _frontend: Any = torch.jit.frontend
@@ -124,7 +124,7 @@ def load(f: Any, *given: Any, **more: Any) -> Any:
     reader = _core.PyTorchFileReader(f if isinstance(f, io.BytesIO) else os.fspath(f))
     for name in reader.get_all_records():
         if name.startswith("code/") and name.endswith(".py"):
-            types.define_needed(reader.get_record(name).decode())
+            takers.define_needed(reader.get_record(name).decode())
     if isinstance(f, io.BytesIO):
         f.seek(0)
     return _load(f, *given, **more)

@@ -14,10 +14,14 @@ import torch
 
 from .. import api
 from .._rpc.futures import fresh_copy
+from .._rref.reference import RRef
 from . import frontends, pickled, scope, targets
 
 _library = torch.library.Library("gradwire", "DEF")
 _defined: set[str] = set()
+
+_BOXED = "Future(int)"
+"""A reference, where the result of an operator has one."""
 
 Raw = torch.futures.Future[Any]
 
@@ -55,7 +59,8 @@ def define_taker(name: str, kind: str) -> None:
     if name in _defined:
         return
     returned = "" if kind == "NoneType" else kind
-    _define(f"{name}(Any value) -> ({returned})", _takers.get(kind, outcome))
+    take = _take_boxed if _BOXED in kind else _takers.get(kind, outcome)
+    _define(f"{name}(Any value) -> ({returned})", take)
     _defined.add(name)
 
 
@@ -69,6 +74,22 @@ def _take_tensor(value: Any) -> torch.Tensor:
 
 def _take_nothing(value: Any) -> None:
     outcome(value)
+
+
+def _take_boxed(value: Any) -> Any:
+    return _boxed(outcome(value))
+
+
+def _boxed(value: Any) -> Any:
+    """With the box of each reference in its place."""
+    if isinstance(value, RRef):
+        return done(value)
+    if isinstance(value, dict):
+        return {key: _boxed(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        boxed = map(_boxed, value)
+        return list(boxed) if isinstance(value, list) else tuple(boxed)
+    return value
 
 
 _takers: dict[str, Callable[..., Any]] = {

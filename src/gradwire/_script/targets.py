@@ -37,7 +37,7 @@ def find_here(name: str) -> Any:
     """The scripted function of this name, for a worker that was sent the name."""
     function = _state._python_cu.find_function(name)
     if function is None:
-        _in_module(name)  # imports it, and with it what is scripted there
+        in_module(name)  # imports it, and with it what is scripted there
         function = _state._python_cu.find_function(name)
     if function is None:
         raise undefined(name, "it is not scripted on the worker that was called")
@@ -51,9 +51,7 @@ def _look_up(name: str) -> Any:
             "it is a Python function. Scripts can call scripted functions only: "
             "decorate it with @torch.jit.script",
         )
-    named = _in_module(
-        name
-    )  # the very object, which other workers find in the same way
+    named = in_module(name)  # the very object, which other workers find in the same way
     if isinstance(named, torch.jit.ScriptFunction) and named.qualified_name == name:
         return named
     function: Any = _state._python_cu.find_function(name)
@@ -62,7 +60,7 @@ def _look_up(name: str) -> Any:
     return function
 
 
-def _in_module(name: str) -> Any:
+def in_module(name: str) -> Any:
     """What stands in the module that the name speaks of, where it says."""
     module, _, attribute = name.rpartition(".")
     title = module.removeprefix("__torch__").lstrip(".") or "__main__"

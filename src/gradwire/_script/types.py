@@ -1,8 +1,4 @@
-"""Types of TorchScript: as annotations, and the values of each taken out of Python.
-
-What a call returns comes as an object of Python, of which the compiler knows nothing. An operator
-for each type (`gradwire::take_...`) says what it is. Its name is the type, so that a saved script
-can be loaded by a process that has never made such a call (`loading.py`).
+"""Types of TorchScript, as annotations and as the schemas of operators have them.
 
 Private torch names, and what breaks without them: `torch.jit._state`, the table from classes to
 types. Without it a generated function could not name a type that exists as an object only.
@@ -10,16 +6,14 @@ types. Without it a generated function could not name a type that exists as an o
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
 from torch._sources import fake_range
 from torch.jit import _state
 
-from . import compiler, operators
+from . import compiler
 
-_PREFIX = "take_"
 _marks: dict[str, Any] = {}
 _references: set[str] = set()
 
@@ -59,30 +53,6 @@ def annotation(kind: Any) -> Any:
     return _marks[key]
 
 
-def taker(kind: Any) -> tuple[str, dict[str, Any]]:
-    """What turns an object of Python, or a failure, into a value of this type in a script.
-
-    An expression for a function, and the names in it.
-    """
-    written = in_schema(kind)
-    name = _PREFIX + written.encode().hex()
-    try:
-        operators.define_taker(name, written)
-    except (
-        RuntimeError
-    ):  # no type that an operator can have: a class, or something with one
-        return "take", {"take": _python_taker(kind)}
-    return f"torch.ops.gradwire.{name}", {}
-
-
-def _python_taker(kind: Any) -> Any:
-    def take(value: Any) -> Any:
-        return operators.outcome(value)
-
-    take.__annotations__ = {"value": Any, "return": annotation(kind)}
-    return torch.jit.ignore(take)
-
-
 def in_schema(kind: Any) -> str:
     """A type as the schema of an operator has it."""
     is_named = kind.annotation_str.startswith("__torch__.")  # no operator can have it
@@ -97,11 +67,3 @@ def in_schema(kind: Any) -> str:
     if isinstance(kind, torch._C.FutureType):
         return f"Future({in_schema(kind.getElementType())})"
     return kind.annotation_str if is_named else str(kind)
-
-
-def define_needed(code: str) -> None:
-    """Define the operators that saved code uses."""
-    for found in set(re.findall(rf"ops\.gradwire\.{_PREFIX}([0-9a-f]+)", code)):
-        kind = bytes.fromhex(found).decode()
-        with compiler.lock:
-            operators.define_taker(_PREFIX + found, kind)
