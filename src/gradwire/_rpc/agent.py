@@ -30,7 +30,7 @@ from ..ids import WorkerInfo
 from ..options import Options
 from ..threads import Executor
 from . import torch_modes
-from .caller import Caller, after, prepare
+from .caller import Caller, prepare
 from .function_runner import Later, Runner
 from .futures import CallFuture, Failed
 from .interceptors import InterceptedCodec
@@ -260,8 +260,6 @@ class Agent:
         try:
             message = self._codec.open(frame, sender)
             frame.area = None
-            if frame.waits:
-                after(frame, message)
             handler = self._handlers[type(message)]
             if frame.context is None or self._in_context is None:
                 value = handler(sender, message)
@@ -271,12 +269,15 @@ class Agent:
             parcel: Parcel | None = self._codec.failure(error, peer.manner)
         else:
             if type(value) is Later:
+                _settle(frame)
                 self._respond_later(peer, message, value, frame.context, respond)
                 parcel = None
             else:
                 parcel = self._result(peer, message, value, frame.context)
         message = value = None  # their memory is free before the response goes
         if parcel is not None and not self._closed:
+            if frame.waits:
+                _settle(frame)
             respond(parcel)  # if closed, that we have left is the answer
         if (
             frame.over and self._end_context is not None
@@ -353,3 +354,9 @@ class Agent:
         self._closed = True
         self.caller.close()
         self._runner.close()
+
+
+def _settle(frame: Frame) -> None:
+    """Wait for what must be over before a request is answered."""
+    for wait in frame.waits:
+        wait.settle()

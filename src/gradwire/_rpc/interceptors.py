@@ -3,7 +3,8 @@
 The codec gives back what it found in a message: the tensors that require grad, and objects of some
 types that travel as a few numbers. Upper layers register an interceptor for each: a `Recorder`
 for the tensors, a `Carrier` for the objects. What they keep about a message goes with it here:
-a parcel's `freight` is told what became of it; a frame's `waits` are over before it is used.
+a parcel's `freight` is told what became of it; a frame's `waits` are over before it is answered, if
+it is a request, or used, if it is a reply.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Carrier(Protocol):
         """
 
     def unload(self, fields: tuple[int, ...], sender: int) -> tuple[Any, Wait | None]:
-        """The restored object, and what must complete before it may be used."""
+        """The restored object, and what must complete before its message is answered or used."""
 
 
 class Recorder(Protocol):
@@ -200,7 +201,7 @@ class InterceptedCodec:
         return parcel
 
     def open(self, frame: Frame, sender: int) -> Any:
-        """Decode the message in a frame. It may be used once `frame.waits` have completed.
+        """Decode the message in a frame. For `frame.waits`, see there.
 
         Raises:
             ProtocolError: the bytes are malformed.

@@ -16,6 +16,7 @@ from typing import Any
 from .._rpc.futures import CallFuture
 from ..ids import WorkerInfo
 from ..locks import CheckedLock
+from .adoption import Adoption
 from .ledger import Holding, Transit, UserLedger
 from .messages import Notes
 from .owned_values import OwnedValues
@@ -42,7 +43,7 @@ class Creation(CallFuture):
 class Fork:
     """This worker's hold on another worker's value."""
 
-    __slots__ = ("_let_go", "creation", "holding", "owner")
+    __slots__ = ("_let_go", "adoption", "creation", "holding", "owner")
 
     def __init__(
         self,
@@ -54,10 +55,14 @@ class Fork:
         self.owner = owner
         self.creation: CallFuture | None = None
         """The call that makes the value, until it is known to have been made."""
+        self.adoption: Adoption | None = None
+        """Its registration with the owner, if another holder made it."""
         self._let_go = let_go
 
     def __del__(self) -> None:
         # From any thread, in the middle of anything: this must take no lock.
+        if self.adoption is not None:
+            self.adoption.is_over = True
         self._let_go((self.holding.owner, self.holding.fork))
 
     @property
@@ -78,6 +83,21 @@ class Fork:
             creation.value()
             self.creation = None
         return True
+
+    def register(self) -> None:
+        """Wait until the owner knows of this fork.
+
+        Raises:
+            StaleReferenceError: the value is gone.
+            WorkerLostError: the owner is gone.
+        """
+        if self.adoption is not None:
+            self.adoption.wait()
+
+    @property
+    def is_registered(self) -> bool:
+        """Whether the owner is known to know of this fork."""
+        return self.adoption is None or self.adoption.is_over
 
     @property
     def state(self) -> str:

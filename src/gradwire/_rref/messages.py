@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .._wire.messages import Call
+from ..errors import StaleReferenceError
 
 CREATE, INVOKE, FETCH, ADOPT, NOTES, RECALL, CREATE_NOW = 32, 33, 34, 35, 36, 37, 38
 
@@ -28,6 +29,14 @@ def maker_of(fork: int) -> int:
 def number_of(fork: int) -> int:
     """Which of its maker's forks for this owner it is."""
     return fork & (1 << _BITS) - 1
+
+
+def freed(value: int) -> StaleReferenceError:
+    """What a holder gets that its owner does not register."""
+    return StaleReferenceError(
+        f"value {spell(value)} has been freed: the worker that passed the reference on has "
+        "died, or released it too early"
+    )
 
 
 def spell(fork: int) -> str:
@@ -60,6 +69,8 @@ class Fetch:
     value: int
     fork: int
     part: str
+    adopts: bool = False
+    """As `Adopt`, first."""
 
 
 @dataclass(frozen=True, slots=True)

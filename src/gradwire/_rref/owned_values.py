@@ -215,6 +215,8 @@ class OwnedValues:
     def adopt(self, number: int, fork: int, holder: int) -> bool:
         """Register a fork that another holder made; whether it counts."""
         with self._lock:
+            if self._ledger.was_given(number, fork, holder):
+                return True  # asked twice
             if not self._ledger.can_pass_on(number, maker_of(fork)):
                 return False
             try:

@@ -106,6 +106,8 @@ class RRef(Generic[T]):
         """Whether the owner has confirmed that it has the value."""
         core = self._core
         try:
+            if isinstance(core, Fork):
+                core.register()
             return isinstance(core, OwnedValue) or core.is_confirmed
         except Exception:  # noqa: BLE001 whatever the creating call met with
             return False

@@ -3,8 +3,8 @@
 A reference travels as five numbers: its owner, its value, the fork that the receiver will have (0
 if that is the owner), a token by which the sender may ask for it, and 1 in replies: the receiver
 then sends the token back when it has it. Who receives one from its owner has been counted in
-already; from another holder, it asks the owner to be counted in, and the message is not used before
-that is answered.
+already; from another holder, it has the owner count it in (`adoption.py`), before a request is
+answered, or a reply used.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from .._rpc.agent import Agent
 from .._rpc.futures import CallFuture
-from ..errors import CallTimeout, StaleReferenceError
+from ..errors import StaleReferenceError
+from .adoption import Adoption, Adoptions
 from .held_forks import HeldForks
 from .ledger import Holding, Transit
 from .messages import ADOPT, Adopt, spell
@@ -34,11 +35,13 @@ class ReferenceCarrier:
         agent: Agent,
         owned_values: OwnedValues,
         held_forks: HeldForks,
+        adoptions: Adoptions,
         handle: Callable[[Core], RRef[Any]],
     ) -> None:
         self._agent = agent
         self._owned_values = owned_values
         self._held_forks = held_forks
+        self._adoptions = adoptions
         self._handle = handle
         agent.handle(ADOPT, Adopt, self._adopted)
 
@@ -58,6 +61,7 @@ class ReferenceCarrier:
             fork = self._owned_values.fork(core, to)
         else:
             self._agent.peer(owner)
+            core.register()
             parent = core.holding.fork
             fork = 0 if to == owner else self._held_forks.new_fork(owner)
         transit = Transit(Holding(owner, core.id, fork), parent, to, is_reply)
@@ -67,7 +71,7 @@ class ReferenceCarrier:
 
     def unload(
         self, fields: tuple[int, ...], sender: int
-    ) -> tuple[RRef[Any], PendingFork | None]:
+    ) -> tuple[RRef[Any], Adoption | None]:
         """Restore an arriving reference.
 
         Raises:
@@ -91,7 +95,12 @@ class ReferenceCarrier:
             core = self._held_forks.take(holding, info, made_at, is_counted=is_counted)
             rref = self._handle(core)
             if not is_counted:
-                adoption = PendingFork(self, holding, sender, token if is_reply else 0)
+                adoption = Adoption(self, holding, sender, token if is_reply else 0)
+                if is_reply:
+                    adoption.begin()
+                else:
+                    core.adoption = adoption
+                    self._adoptions.add(adoption)
         if is_reply and adoption is None:
             self._held_forks.child_received(sender, token)
         return rref, adoption
@@ -123,36 +132,3 @@ class SentReference:
 
     def in_doubt(self) -> None:
         self._held_forks.child_doubted(self._token)
-
-
-class PendingFork:
-    """A fork that is being registered with its owner (a `Wait` of `_wire/frames.py`)."""
-
-    def __init__(
-        self, carrier: ReferenceCarrier, holding: Holding, sender: int, token: int
-    ) -> None:
-        self._carrier = carrier
-        self._holding = holding
-        self._sender = sender
-        self._token = token
-        self._answer = carrier.ask_to_adopt(holding)
-
-    def wait(self) -> None:
-        """Wait for the owner.
-
-        Raises:
-            StaleReferenceError: the value is gone.
-            WorkerLostError: the owner is gone.
-        """
-        while True:
-            try:
-                accepted = self._answer.wait()
-                break
-            except CallTimeout:
-                self._answer = self._carrier.ask_to_adopt(self._holding)
-        if not accepted:
-            raise StaleReferenceError(
-                f"value {spell(self._holding.value)} has been freed: the worker that passed "
-                "the reference on has died, or released it too early"
-            )
-        self._carrier.adopted(self._holding, self._sender, self._token)

@@ -25,6 +25,7 @@ from .._wire.messages import Call
 from ..errors import CallTimeout, GradwireError, ProtocolError
 from ..ids import WorkerInfo
 from ..threads import Executor
+from .adoption import Adoptions
 from .debug_info import debug_info, describe_held
 from .held_forks import Creation, Fork, HeldForks
 from .ledger import Holding
@@ -41,6 +42,7 @@ from .messages import (
     Invoke,
     Notes,
     Recall,
+    freed,
     maker_of,
 )
 from .notifier import Notifier
@@ -85,6 +87,7 @@ class References:
             agent,
             self.owned_values,
             self.held_forks,
+            Adoptions(executor),
             lambda core: kind.over(core, self),
         )
 
@@ -120,8 +123,11 @@ class References:
             return part_of(core.wait(self._executor, seconds), part)
         if not core.is_confirmed:
             return self._fetch_new(core, timeout, part)
-        message = Fetch(core.id, core.holding.fork, part)
-        return self._agent.ask(core.owner.id, message, timeout)
+        message = Fetch(core.id, core.holding.fork, part, not core.is_registered)
+        value = self._agent.ask(core.owner.id, message, timeout)
+        if core.adoption is not None:
+            core.adoption.succeeded()
+        return value
 
     def _fetch_new(self, core: Fork, timeout: float | None, part: str) -> Any:
         """Fetch a value whose creation is unconfirmed; in one message, if that was deferred."""
@@ -158,7 +164,7 @@ class References:
         if isinstance(core, OwnedValue):
             return self._fetch_here(core, timeout, part)
         _ = core.is_confirmed  # if its making has failed, raises why
-        message = Fetch(core.id, core.holding.fork, part)
+        message = Fetch(core.id, core.holding.fork, part, not core.is_registered)
         return _keeping(core, self._agent.request(core.owner.id, message, timeout))
 
     def _fetch_here(
@@ -295,6 +301,10 @@ class References:
         return self.owned_values.find(number, fork, sender).wait(self._executor, 0)
 
     def _fetched(self, sender: int, message: Fetch) -> Any:
+        if message.adopts and not self.owned_values.adopt(
+            message.value, message.fork, sender
+        ):
+            raise freed(message.value)
         owned = self.owned_values.find(message.value, message.fork, sender)
         part = message.part
         if owned.is_ready:
@@ -402,6 +412,7 @@ def _fork_of(core: Core) -> int:
     if isinstance(core, OwnedValue):
         return 0
     _ = core.is_confirmed
+    core.register()
     return core.holding.fork
 
 

@@ -22,7 +22,7 @@ from enum import IntEnum
 
 from ..errors import AuthenticationError, ProtocolError
 
-VERSION = 13
+VERSION = 14
 MAGIC = b"GRADWIRE"
 _TLS = b"\x16\x03"  # what begins a connection with TLS
 _HELLO = struct.Struct("<8sHHIqQQ32s")

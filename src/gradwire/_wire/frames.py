@@ -56,6 +56,9 @@ class Wait(Protocol):
     def wait(self) -> Any:
         """Wait for its end; raises what went wrong."""
 
+    def settle(self) -> None:
+        """Wait for its end, whatever that is."""
+
 
 class Replaced(Protocol):
     """Replaces objects of some types in one message by numbers."""
@@ -76,7 +79,7 @@ class Restored(Protocol):
 
     @property
     def waits(self) -> Sequence[Wait]:
-        """What must complete before they may be used."""
+        """What must complete before the message is answered or used."""
 
     def __call__(self, *numbers: int) -> Any:
         """The object."""
@@ -173,7 +176,8 @@ class Frame:
     mark = 0
     over = 0
     waits: Sequence[Wait] = ()
-    """What must have come to its end before the message may be used; known when it is opened."""
+    """What must have come to its end before a request is answered, or a reply used; known when it
+    is opened."""
     context: Any = None
     """What an upper layer knows of the scope (`Recorder`); known when it is opened."""
     refused = ""
