@@ -202,6 +202,18 @@ def test_two_workers_of_one_name_learn_it_before_the_others_have_come() -> None:
     assert sorted(kinds) == ["GradwireError", "ValueError"]
 
 
+def test_nobody_joins_a_world_with_two_workers_of_one_name() -> None:
+    store = HashStore()
+    used = r"worker name 'twin' is used by ranks \[0, 2\]: names must differ"
+
+    def join(rank: int, name: str) -> None:
+        with pytest.raises((ValueError, gw.GradwireError), match=used):
+            join_world(name, Place(store, rank, 3, None), join_timeout=LIMIT)
+
+    # However far the twins are when the other has seen that all have come.
+    together(lambda: join(0, "twin"), lambda: join(1, "other"), lambda: join(2, "twin"))
+
+
 def test_a_rank_that_is_taken_names_who_has_it() -> None:
     store = HashStore()
     first_joins = threading.Event()

@@ -103,6 +103,12 @@ def _store_errors() -> Iterator[None]:
         ) from error
 
 
+def _same_name(name: str, *ranks: int) -> ValueError:
+    return ValueError(
+        f"worker name {name!r} is used by ranks {sorted(ranks)}: names must differ"
+    )
+
+
 class Meeting:
     """One worker's part in a rendezvous."""
 
@@ -251,11 +257,15 @@ class Meeting:
         self._publish(card)
         holder = int(self._first(f"name/{card.name}", str(card.id).encode()))
         if holder != card.id:
-            raise ValueError(
-                f"worker name {card.name!r} is used by ranks {sorted((holder, card.id))}: "
-                "names must differ"
-            )
-        return self._wait_for_all(size)
+            raise _same_name(card.name, holder, card.id)
+        cards = self._wait_for_all(size)
+        ranks: dict[str, int] = {}
+        for rank, other in enumerate(
+            cards
+        ):  # both may have published before one failed
+            if ranks.setdefault(other.name, rank) != rank:
+                raise _same_name(other.name, ranks[other.name], rank)
+        return cards
 
     def _join_elastic(self, card: Card) -> list[Card]:
         self._claim_name(card)
