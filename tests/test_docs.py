@@ -21,6 +21,8 @@ import pytest
 
 import gradwire as gw
 from gradwire.testing import World
+from gradwire.tools.graph import capture
+from gradwire.tools.graph.picture import draw
 from tests.processes import PATHS
 from tests.worlds import free_port
 
@@ -190,6 +192,26 @@ def test_a_public_function_explains_its_arguments(name: str) -> None:
         text += inspect.getdoc(gw.rpc_sync) or ""
     parameters = inspect.signature(function).parameters
     assert [p for p in parameters if not re.search(rf"\b{p}\b", text)] == []
+
+
+EXPLAINED = {
+    **{name: getattr(gw, name) for name in gw.__all__ if callable(getattr(gw, name))},
+    **{f"nn.{name}": getattr(gw.nn, name) for name in gw.nn.__all__},
+    **{f"script.{name}": getattr(gw.script, name) for name in gw.script.__all__},
+    "testing.World": World,
+    "capture": capture,
+    "draw": draw,
+    "async_execution": gw.rpc.functions.async_execution,
+}
+
+
+@pytest.mark.parametrize("name", EXPLAINED)
+def test_a_public_name_has_an_example(name: str) -> None:
+    value = EXPLAINED[name]
+    if isinstance(value, type) and issubclass(value, (Exception, UserWarning)):
+        return  # docs/errors.md has an entry for each
+    text = inspect.getdoc(value) or ""
+    assert ">>> " in text or re.search(r"\n\n    \w", text)
 
 
 def is_error(name: str) -> bool:

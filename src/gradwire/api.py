@@ -64,19 +64,18 @@ def init_rpc(  # noqa: PLR0913 torch's signature
 ) -> Worker:
     """Join a world as one of its workers, which becomes the current worker of this process.
 
+    Use the worker that it returns in a `with` block, at the end of which it shuts down.
+
     Args:
         name: The worker's name. Default: `GRADWIRE_NAME`, or `worker<rank>`.
         backend: For compatibility with torch, which has several; omit it.
         rank: The worker's rank, which becomes its id. Default: `RANK`, with `env://`.
-        world_size: The number of workers. Default: `WORLD_SIZE`, with `env://`. Without one, the
-            world is elastic: workers come and go.
+        world_size: The number of workers. Default: `WORLD_SIZE`, with `env://`; else the world is
+            elastic: workers come and go.
         rpc_backend_options: `Options`; each of them can also be given as a keyword.
         init_method: The rendezvous: `env://` (the default), `tcp://host:port` or `file:///path`.
         store: A store of `torch.distributed` for the rendezvous, instead of `init_method`.
         options: Fields of `Options`.
-
-    Returns:
-        The worker; used in a `with` block, it shuts down at the end of the block.
 
     Raises:
         ClosedError: this process already has a current worker.
@@ -136,6 +135,10 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
     Raises:
         CallTimeout: other workers did not shut down within `timeout` seconds (0 and the default
             have no limit), or calls from here are in flight; this worker is closed all the same.
+
+    >>> with gw.testing.World(2) as other:
+    ...     other.run(lambda worker: gw.shutdown())
+    [None, None]
     """
     global _process
     worker = current_worker()
@@ -146,11 +149,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
 
 
 def current_worker() -> Worker:
-    """The worker that this thread acts as.
-
-    Raises:
-        ClosedError: there is none.
-    """
+    """The worker that this thread acts as; ClosedError if there is none."""
     worker = _thread.worker or _process
     if worker is None:
         raise ClosedError("there is no worker in this process: call init_rpc first")
@@ -206,8 +205,7 @@ def rpc_async(
 ) -> CallFuture:
     """Call `func(*args, **kwargs)` on a worker, and return a future of the result.
 
-    The future can be awaited. The arguments are those of `rpc_sync`. Exceptions of the function are
-    raised where the future is waited for.
+    The future can be awaited, and raises what the function raises. Arguments: those of `rpc_sync`.
 
     >>> futures = [rpc_async("worker1", max, args=(i, 2)) for i in range(4)]
     >>> [future.wait() for future in futures]
@@ -232,9 +230,8 @@ def remote(
 ) -> RRef[Any]:
     """Call `func(*args, **kwargs)` on a worker, and return a reference to the result at once.
 
-    The arguments are those of `rpc_sync`. Exceptions of the function are raised where the reference
-    is used. With `serial`, methods of the resulting object run one at a time, in the order in which
-    the calls arrive (`gw.serial` marks a class for that); otherwise they run concurrently.
+    The arguments are those of `rpc_sync`. What it raises is raised where the reference is used.
+    With `serial`, methods of the result run one at a time, in order of arrival (see `gw.serial`).
 
     >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
     >>> rref.rpc_sync().sum()
@@ -299,8 +296,7 @@ def backward(
 ) -> None:
     """Run one backward pass from these losses, through all workers of a context.
 
-    Gradients are kept in the context, on the worker that has the leaf; those of several passes
-    accumulate.
+    Gradients stay in the context, where the leaf is; those of several passes accumulate.
 
     Args:
         context_id: The id that `context()` yielded.
@@ -311,9 +307,9 @@ def backward(
         timeout: Seconds. Default: no limit.
 
     Raises:
-        GradwireError: an argument is invalid, or the pass failed on some worker: then the message
-            is `Error on Node N: ...`, with the original error as its cause. Gradients computed
-            before that stay in the context.
+        GradwireError: an argument is invalid; or the pass failed on a worker: `Error on Node N:
+            ...` with the error there as its cause. Gradients computed before that stay in the
+            context.
         WorkerLostError: a worker of the context is lost.
         BackwardTimeout: the pass did not finish in time, and was aborted on all workers.
 
@@ -463,6 +459,12 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
     Args:
         kind: The type; its subclasses are not affected.
         reducer: Returns a callable and its arguments, which may contain tensors.
+
+    >>> class Session:
+    ...     url = "tcp://10.0.0.1"
+    >>> register_reducer(Session, lambda session: (str, (session.url,)))
+    >>> rpc_sync("worker1", str, args=(Session(),))
+    'tcp://10.0.0.1'
     """
     _reducers[kind] = reducer
     for worker in (_thread.worker, _process):
@@ -494,7 +496,7 @@ def _at_exit() -> None:
         return
     if count := _process.give_up_calls():
         log.warning(
-            "worker %r ends with %d calls in flight: wait for them, or call gw.shutdown()",
+            "worker %r exits with %d calls in flight: wait for them, or call gw.shutdown()",
             _process.name,
             count,
         )

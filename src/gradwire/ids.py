@@ -12,7 +12,11 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,128}")
 
 
 class WorkerInfo(NamedTuple):
-    """A worker's name and id."""
+    """A worker's name and id.
+
+    >>> gw.WorkerInfo("trainer", 0)
+    WorkerInfo(name='trainer', id=0)
+    """
 
     name: str
     id: int

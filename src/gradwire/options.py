@@ -62,7 +62,11 @@ def _from_env(name: str, parse: Callable[[str], T], default: T) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """Settings of one worker. Times are in seconds, sizes in bytes."""
+    """Settings of one worker. Times are in seconds, sizes in bytes.
+
+    >>> gw.Options(timeout=10).timeout
+    10
+    """
 
     timeout: float = _from_env("TIMEOUT", float, 60.0)
     """Default timeout of a call; 0 means no limit."""

@@ -21,6 +21,9 @@ def enable() -> None:
 
     Raises:
         RuntimeError: this torch has no TorchScript.
+
+    >>> gw.script.enable()
+    >>> gw.script.disable()
     """
     try:
         from ._script import arguments, hooks
@@ -35,7 +38,11 @@ def enable() -> None:
 
 
 def disable() -> None:
-    """Remove the hooks from torch's compiler. Existing scripts continue to work."""
+    """Remove the hooks from torch's compiler. Existing scripts continue to work.
+
+    >>> gw.script.enable()
+    >>> gw.script.disable()
+    """
     from ._script import hooks
     from ._script.own import OWN
 

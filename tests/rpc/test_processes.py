@@ -355,7 +355,7 @@ def test_a_program_that_ends_before_its_calls_says_so_in_one_line(
     with processes.world(2):
         assert hasty.wait() == 0
     assert hasty.errors == (
-        "worker 'worker1' ends with 3 calls in flight: wait for them, or call gw.shutdown()\n"
+        "worker 'worker1' exits with 3 calls in flight: wait for them, or call gw.shutdown()\n"
     )
 
 

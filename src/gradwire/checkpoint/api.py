@@ -40,6 +40,12 @@ def save(
         TypeError: `extra` contains something else.
         ValueError: the optimizer has parameters that are not in the model.
         Exception: the error on an owner; `OwnersError` if several failed.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     gw.save(folder, gw.RemoteModule("worker1", torch.nn.Linear, (2, 1)), extra={"epoch": 3})
+    ...     gw.load(folder, torch.nn.Linear(2, 1))
+    {'epoch': 3}
     """
     from .driver import save_checkpoint
 
@@ -71,6 +77,15 @@ def load(
         FileNotFoundError: there is no checkpoint.
         ValueError: it does not match the model, or has no optimizer.
         Exception: the error on an owner; `OwnersError` if several failed.
+
+    >>> import tempfile
+    >>> here = torch.nn.Linear(2, 1)
+    >>> there = gw.RemoteModule("worker1", torch.nn.Linear, (2, 1))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     gw.save(folder, there)
+    ...     _ = gw.load(folder, here)
+    >>> torch.equal(here.weight, there.state_dict()["weight"])
+    True
     """
     from .driver import load_checkpoint
 

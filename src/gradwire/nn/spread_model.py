@@ -43,7 +43,12 @@ def remote_parameters(module: nn.Module) -> list[RRef[nn.Parameter]]:
 
 
 def named_remote_parameters(module: nn.Module) -> Named:
-    """The same, with their names in the state dict: `[("0.weight", rref), ...]`."""
+    """As `remote_parameters`, with the names in the state dict: `[("0.weight", rref), ...]`.
+
+    >>> model = torch.nn.Sequential(gw.RemoteModule("worker1", torch.nn.Linear, (3, 1)))
+    >>> [name for name, rref in gw.nn.named_remote_parameters(model)]
+    ['0.weight', '0.bias']
+    """
     return _named_parameters(module, "")
 
 

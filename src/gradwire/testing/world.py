@@ -26,6 +26,10 @@ class World:
 
     With a `seed`, messages are reordered as the seed decides; with `faults`, they are also dropped,
     duplicated, delayed or cut off. Further keywords are fields of `Options`.
+
+    >>> with World(2, seed=1) as world:
+    ...     world.run(lambda worker: worker.id)
+    [0, 1]
     """
 
     def __init__(

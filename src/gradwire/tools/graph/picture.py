@@ -20,7 +20,12 @@ _MARGIN = 0.9
 
 
 def draw(graph: Graph, path: str | Path, title: str = "") -> None:
-    """Write a PNG: forward goes to the right, crossings between workers are coloured."""
+    """Write a PNG: forward goes to the right, crossings between workers are coloured.
+
+    It needs matplotlib (`pip install 'gradwire[demo]'`).
+
+        draw(capture(ctx, [loss]), "graph.png")
+    """
     layout = arrange(graph)
     size = layout.width * _COLUMN + _MARGIN, layout.height * _ROW + 0.7
     figure = Figure(figsize=size, dpi=130)
