@@ -1,24 +1,24 @@
-"""How many threads torch uses for one operation, where several workers share the cores of a host.
+"""How many intra-op threads torch uses where several workers share the cores of a host.
 
-Each process's torch takes all cores by default, and the OpenMP teams of two processes then spin
-against each other: a trainer and a server on two cores were ten times slower for it. So the number
-that torch chose is divided among the workers that may run on the same cores, unless the user has
-said otherwise.
+By default every process's torch uses all cores, and the OpenMP teams of two processes spin against
+each other: it made a trainer and a server on two cores ten times slower. So torch's number of
+threads is divided among the workers that may run on the same cores, unless the user has chosen a
+number.
 
 What torch offers for this (2.6 to 2.13, with libgomp and with Intel's OpenMP):
 
-* `torch.set_num_threads` sets the calling thread's number, and the process's: that of all threads
-  which have not run a parallel operation yet. A thread takes over the process's number once, in
-  its first parallel operation, or when it asks for the number.
-* So a thread that is there already keeps what it has. In worlds of fixed size the number is set
-  before any function can run. In elastic worlds `follow` brings the calling thread up to date.
-* `torch.get_num_threads` tells the calling thread's number. The process's is what a new thread
-  finds.
+* `torch.set_num_threads` sets the number of the calling thread and that of the process, which
+  applies to all threads that have not run a parallel operation yet. A thread adopts the process's
+  number once, at its first parallel operation or when it reads the number.
+* So an existing thread keeps its number. In worlds of fixed size the number is set before any
+  function can run. In elastic worlds `follow` updates the calling thread.
+* `torch.get_num_threads` returns the calling thread's number. The process's is what a new thread
+  gets.
 
-Whether the user has called `torch.set_num_threads` cannot be asked. It is assumed if the number is
-not the one that was there when gradwire was imported, or is neither that of the cores nor that of
-the physical cores (MKL's choice, and so torch's). A user who sets the very number that torch would
-choose must use `torch_threads` instead.
+There is no way to ask whether the user has called `torch.set_num_threads`. It is assumed if the
+number differs from the one when gradwire was imported, or is neither that of the cores nor that of
+the physical cores (MKL's default, and hence torch's). Users who set exactly torch's default
+must use `torch_threads` instead.
 """
 
 from __future__ import annotations
@@ -52,11 +52,7 @@ def to_mask(cores: Iterable[int]) -> str:
 
 
 def share(threads: int, mine: str, others: Iterable[str]) -> int:
-    """What is left of `threads`, at least 1, where others use the same cores; all given as masks.
-
-    >>> share(8, "ff", ["ff", "ff", "f0000"])
-    2
-    """
+    """This worker's part of `threads`, at least 1, where others use these cores; all as masks."""
     own, masks = int(mine, 16), [int(mask, 16) for mask in others]
     cores = [core for core in range(own.bit_length()) if own >> core & 1]
     if not cores:
@@ -86,10 +82,10 @@ def _set(number: int) -> None:
 
 
 def _renew_pool() -> None:
-    """In a forked child: have torch make the pool anew that came with `set_num_threads`.
+    """In a forked child: make torch recreate the pool that came with `set_num_threads`.
 
-    Its threads (of XNNPACK) are not there, and a child that ends like a program would crash when
-    it joins them.
+    Its threads (of XNNPACK) do not exist in the child, which would crash at exit when it joins
+    them.
     """
     torch.set_num_threads(torch.get_num_threads())
 
@@ -99,7 +95,7 @@ _at_import = (torch.get_num_threads(), usable_cores())
 
 
 def why_kept(environment: Mapping[str, str] = os.environ) -> str | None:
-    """What shows that the user has chosen the number of threads; None if torch has."""
+    """The evidence that the user has chosen the number of threads; None if torch has."""
     for name in VARIABLES:
         if environment.get(name):
             return f"{name}={environment[name]}"
@@ -120,7 +116,7 @@ def _physical(cores: Iterable[int]) -> int:
 
 
 class SharedCores:
-    """One worker's say over torch's threads, from `divide` to `close`. `wanted` is the option."""
+    """One worker's control of torch's threads, from `divide` to `close`. `wanted`: the option."""
 
     def __init__(self, name: str, wanted: int | None) -> None:
         self._name = name
@@ -164,13 +160,13 @@ class SharedCores:
         log.info(text, self._name, number, cores, why)
 
     def follow(self) -> None:
-        """Give the calling thread, which may have been there before, the process's number."""
+        """Give the calling thread, which may be older, the process's number."""
         if self._thread.seen != self._changes:
             self._thread.seen = self._changes
             _set(process_threads())
 
     def close(self) -> None:
-        """Put back what was there before, unless the user has changed it since."""
+        """Restore the previous number, unless the user has changed it since."""
         with self._lock:
             if self._is_ours and process_threads() == self._given != self._before:
                 assert self._before is not None

@@ -1,6 +1,7 @@
-"""Things that happen, and those who asked to be told.
+"""Events and their subscribers.
 
-`Event` is a list of callbacks with one rule: a callback that raises is logged and stops nobody.
+`Event` is a list of callbacks with one rule: an exception in a callback is logged and does not
+affect the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ log = logging.getLogger("gradwire")
 
 
 class Event(Generic[T]):
-    """Callbacks for one kind of happening."""
+    """The callbacks of one kind of event."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -25,7 +26,7 @@ class Event(Generic[T]):
         return f"<Event {self._name}: {len(self._callbacks)} callbacks>"
 
     def subscribe(self, callback: Callable[[T], object]) -> Callable[[], None]:
-        """Call `callback` each time; returns what takes it off the list again."""
+        """Call `callback` each time; returns a function that unsubscribes it."""
         self._callbacks.append(callback)
 
         def unsubscribe() -> None:

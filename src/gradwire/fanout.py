@@ -1,7 +1,7 @@
-"""Methods of objects on several workers, called at the same time.
+"""Concurrent method calls on objects of several workers.
 
 What optimizers, modules and checkpoints have in common: an object on each owner, one call to each,
-and all that went wrong reported together.
+and all errors reported together.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Calls = Mapping[str, "tuple[RRef[Any], str, tuple[Any, ...]]"]
 
 
 def call_all(calls: Calls) -> dict[str, Any]:
-    """What the methods return, by name of the owner. Waits for all of them, whatever happens.
+    """The results of the methods, by name of the owner. Waits for all of them in any case.
 
-    Those elsewhere are started first; what is on this worker runs meanwhile, in this thread. The
-    last of the others is called synchronously, which is quicker than to have all as futures.
+    Remote ones are started first; the local one runs meanwhile, in this thread. The last remote
+    call is synchronous, which is faster than making all of them futures.
 
     Raises:
-        Exception: what went wrong on the one owner where something did.
-        OwnersError: the same, where it was several.
+        Exception: the error, if one owner failed.
+        OwnersError: the errors, if several failed.
     """
     results: dict[str, Any] = {}
     errors: dict[str, Exception] = {}
@@ -64,6 +64,6 @@ def call_all(calls: Calls) -> dict[str, Any]:
 
 
 def _trace(error: Exception) -> str:
-    """Where it was raised: there, or here."""
+    """The traceback: the remote one, or the local one."""
     cause = error.__cause__
     return cause.trace if isinstance(cause, RemoteError) else text_of(error)

@@ -1,10 +1,10 @@
-"""Locks that raise where a thread would wait for itself.
+"""Locks that raise where a thread would deadlock on itself.
 
 Signal handlers and finalizers (`__del__`, callbacks of weak references) run in the middle of
-whatever their thread does, also where it holds a lock of ours. A call made there could deadlock,
-because it needs the lock, or because the thread that it waits for does. In the first case it
-raises at once, and what the lock guards is left as it was. In the second it raises after a moment:
-who waits for long looks whether it holds a lock (`check_none_held`).
+whatever their thread does, even while it holds a lock of ours. A call made there could deadlock,
+because it needs that lock, or because the thread that it waits for does. In the first case it
+raises at once, and what the lock guards is unchanged. In the second it raises after a moment: a
+thread that waits for long checks whether it holds a lock (`check_none_held`).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ _RLock = type(threading.RLock())
 
 
 class OwnedLock(_RLock):  # type: ignore[valid-type, misc]
-    """A lock. Only the thread that has it may release it.
+    """A lock that only its holder may release.
 
     Raises:
-        GradwireError: when acquired, also without blocking: this thread has it already.
+        GradwireError: on acquiring, even without blocking: this thread already holds it.
     """
 
     __slots__ = ()
@@ -45,7 +45,7 @@ class OwnedLock(_RLock):  # type: ignore[valid-type, misc]
 
 
 class CheckedLock(OwnedLock):
-    """One that its thread is known to hold (`check_none_held`). Takes 1 µs longer to make."""
+    """An `OwnedLock` that `check_none_held` knows of. Takes 1 µs longer to create."""
 
     __slots__ = ()
 
@@ -60,7 +60,7 @@ _all: dict[int, weakref.ref[CheckedLock]] = {}
 
 
 def check_none_held() -> None:
-    """See that this thread, which is about to wait, holds none of these locks.
+    """Check that this thread, which is about to wait, holds none of these locks.
 
     Raises:
         GradwireError: it does, so it was interrupted.
@@ -72,7 +72,7 @@ def check_none_held() -> None:
 
 
 def reentered() -> GradwireError:
-    """What a call raises that would wait for its own thread."""
+    """The error of a call that would wait for its own thread."""
     return GradwireError(
         "a signal handler or a finalizer (__del__) has interrupted gradwire in this "
         "thread, where no call can be made: set a flag there, and call later"
@@ -80,10 +80,10 @@ def reentered() -> GradwireError:
 
 
 def check_not_below(code: CodeType, name: str, value: object) -> None:
-    """See that this thread is not in the middle of a function where a variable has this value.
+    """Check that no frame of this thread is in a function where a variable has this value.
 
     Raises:
-        GradwireError: it is, so it was interrupted there.
+        GradwireError: one is, so it was interrupted there.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,21 +1,22 @@
 """An elastic thread pool: threads are added when there is work and end when there is none.
 
-An `Executor` runs tasks from one queue. It keeps as few threads awake as do the work: a task put
-in while a thread is busy is left for that thread, so a reader that finds a request and puts it in
-runs it itself, with no hand-over. What keeps this from getting stuck:
+An `Executor` runs tasks from one queue. It keeps as few threads awake as possible: a task that is
+submitted while a thread is busy is left for that thread, so a reader that submits a request runs it
+itself, without a hand-over. Three rules prevent starvation:
 
-* A thread that is about to wait inside a call of ours says so (`waiting`), and another thread takes
-  the queue at once. Such threads do not count against the limit, so nested calls can be any depth.
-* A thread that is stuck elsewhere (a sleep, a lock) is noticed by the monitor within a few
-  milliseconds, which adds a thread. The monitor ticks only while there is work, and sleeps without
-  end when there is none.
+* A thread that is about to block inside a call of ours announces it (`waiting`), and another thread
+  takes the queue at once. Such threads do not count towards the limit, so calls can nest to any
+  depth.
+* A thread that is blocked elsewhere (a sleep, a lock) is noticed by the monitor within a few
+  milliseconds, which adds a thread. The monitor ticks only while there is work, and otherwise
+  sleeps without a timeout.
 
 `host` gives a task a thread of its own, outside the limit: for tasks that mostly wait. Threads are
-used again, the last one first: OpenMP teams, caches and allocator arenas belong to threads. Below
-a task there are as few frames as can be, because anomaly mode formats each at every operation.
+reused, most recently used first: OpenMP teams, caches and allocator arenas belong to threads. There
+are as few frames below a task as possible, because anomaly mode formats each at every operation.
 
-Where the system has no thread to give ("can't start new thread"), nothing is lost: tasks stay in
-the queue, also those that should have a thread of their own, and the monitor tries again.
+Where the system cannot start threads ("can't start new thread"), nothing is lost: tasks stay in
+the queue, including those that should have a thread of their own, and the monitor retries.
 """
 
 from __future__ import annotations
@@ -77,10 +78,10 @@ class Executor:
         return len(self._queue)
 
     def begin(self) -> None:
-        """Start the monitor, which then sees to the rest: later there may be no thread for it.
+        """Start the monitor, which starts everything else: later there may be no thread for it.
 
         Raises:
-            RuntimeError: there is none now.
+            RuntimeError: the system has no thread now.
         """
         self._monitor.begin()
 
@@ -104,24 +105,24 @@ class Executor:
             self.submit(task)
 
     def call_at(self, when: float, task: Task) -> None:
-        """Submit `task` when the monotonic clock shows `when`."""
+        """Submit `task` at the monotonic time `when`."""
         self._monitor.schedule(when, task)
 
     def look_at(self, when: float, look: Task) -> None:
-        """Call `look` from the monitor when the clock reaches `when`. It must be quick.
+        """Call `look` from the monitor at that monotonic time. It must be quick.
 
-        No thread is woken for it but the monitor, and that not for longer.
+        No thread but the monitor is woken for it.
         """
         self._monitor.schedule(when, look, is_quick=True)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """A context for waits on something that other tasks may bring about."""
+        """A context for waits on something that depends on other tasks."""
         if threading.get_ident() in self._counted:
             return _Waiting(self)
         return _NOTHING
 
     def when_stuck(self, look: Callable[[], None]) -> None:
-        """Call `look` from the monitor periodically while all threads are busy."""
+        """Call `look` from the monitor periodically while all threads are blocked."""
         self._looks.append(look)
 
     def pause(self) -> None:
@@ -132,7 +133,7 @@ class Executor:
             self._add_thread()
 
     def resume(self) -> None:
-        """This thread goes on."""
+        """This thread continues."""
         with self._lock:
             self._active += 1
 
@@ -149,7 +150,7 @@ class Executor:
         self._monitor.close()
 
     def join(self, timeout: float) -> bool:
-        """Wait for all threads but this one to end; False if some have not."""
+        """Wait for all other threads to end; False if some have not."""
         deadline = time.monotonic() + timeout
         with self._starting:  # none of these is yet to be started
             threads = list(self._threads)
@@ -160,7 +161,7 @@ class Executor:
         return all(t is threading.current_thread() for t in list(self._threads))
 
     def add_if_stuck(self, taken: int) -> int:
-        """For the monitor: add a thread if none was taken since; returns the count."""
+        """For the monitor: add a thread if none took a task since; returns the count."""
         if self._queue and self._taken == taken:
             if self._active < self._limit:
                 self._add_thread()
@@ -185,7 +186,7 @@ class Executor:
             self._monitor.wake()  # it tries again
 
     def start(self, task: Task | None, role: str) -> bool:
-        """Start a thread for a task, or for the queue; False if there is none, for now."""
+        """Start a thread for a task, or for the queue; False if the system has none."""
         try:
             self._start(task, role)
         except RuntimeError as error:
@@ -211,7 +212,7 @@ class Executor:
                     self._threads.discard(thread)
 
     def _next(self, thread: _Thread) -> Task | None:
-        """What a thread is to do now; sleeps while there is nothing. None: end."""
+        """What a thread does next; sleeps while there is nothing. None: end."""
         while thread.given is None:
             if self._closed:
                 return None
@@ -290,7 +291,7 @@ class _Thread(threading.Thread):
 class ShorterTurns:
     """Shortens Python's thread switch interval, so that calls need not wait for busy threads.
 
-    The setting is the process's, not a worker's: it is only ever lowered, and put back by `close`.
+    The setting is per process, not per worker: it is only ever lowered, and restored by `close`.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -339,10 +340,11 @@ class Bell:
             pass  # rung already
 
     def wait_until(self, deadline: float | None) -> bool:
-        """Wait for what others do.
+        """Wait for an event in another thread.
 
         Raises:
-            GradwireError: they cannot, because this thread was interrupted with a lock.
+            GradwireError: it cannot happen, because this thread was interrupted while it held a
+                lock.
         """
         left = float("inf") if deadline is None else deadline - time.monotonic()
         if left <= _MOMENT:
@@ -357,7 +359,7 @@ class Bell:
 
 
 class _Monitor:
-    """One thread that sees to stuck queues and to the clock. Starts on first use."""
+    """The thread that watches for stuck queues and runs timers. Starts on first use."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -398,7 +400,7 @@ class _Monitor:
                 raise
 
     def rouse(self) -> None:
-        """Look at once."""
+        """Wake it now."""
         if not self._started.acquire(
             blocking=False
         ):  # held for ever from the first time on

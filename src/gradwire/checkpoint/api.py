@@ -1,6 +1,6 @@
-"""What users call to save and load a model that is spread over workers.
+"""The functions that save and load a model spread over workers.
 
-What does the work is beside this file, and imported on first use: torch's checkpoints take a second
+The implementation is next to this file and imported on first use: torch's checkpoints take a second
 to import.
 """
 

@@ -1,4 +1,4 @@
-"""Saving and loading, by the worker that asks for it: one object on each owner does its part."""
+"""Saving and loading, driven by the calling worker: one object on each owner does its part."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The folder of a checkpoint, and how a new checkpoint atomically replaces the previous one.
 
     checkpoint/
-        .metadata            names the files in the newest complete save, and what is in them
+        .metadata            lists the files of the latest complete save, and their contents
         save-3f9a01/         the files of that save
 
-A save writes a folder of its own. It counts from the moment its `.metadata` is moved over the one
-before, which is one operation of the file system. All other folders are what older saves, or saves
-that were killed, have left, and are removed then.
+Each save writes its own folder. It is committed by renaming its `.metadata` over the previous one,
+which the file system does atomically. All other folders are leftovers of older or killed saves, and
+are removed then.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SAVES = "save-"
 
 @contextmanager
 def new_save(folder: Path) -> Iterator[Path]:
-    """A folder for the files of a save, whose metadata is there at the end of the block.
+    """A folder for the files of a save, whose metadata must exist at the end of the block.
 
     Raises:
-        GradwireError: another one is under way, in any process of this host.
+        GradwireError: another save is in progress, in any process of this host.
     """
     folder.mkdir(parents=True, exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)

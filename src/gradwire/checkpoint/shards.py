@@ -1,8 +1,8 @@
-"""What one owner writes or reads of a checkpoint, by torch's own planners, writers and readers.
+"""What one owner writes or reads of a checkpoint, with torch's own planners, writers and readers.
 
-A value has a path: `("model", name)` for what is in the model's state dict, `("optim", "state",
-parameter, field)` for the optimizer's. The keys of the checkpoint are these, joined by dots, which
-is how torch has them, too; its metadata has the paths.
+A value has a path: `("model", name)` for the model's state dict, `("optim", "state", parameter,
+field)` for the optimizer's. The keys of the checkpoint are these, joined by dots, as in torch;
+its metadata has the paths.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PathOf = tuple[str, ...]
 
 
 class Shard:
-    """Some values of a checkpoint, to be written."""
+    """Some values of a checkpoint, to write."""
 
     def __init__(self, folder: Path, values: Mapping[PathOf, Any]) -> None:
         self._folder = folder
@@ -42,11 +42,11 @@ class Shard:
         self._planner.set_up_planner(state, None, is_coordinator=True)
 
     def plan(self) -> SavePlan:
-        """What is to be written."""
+        """What to write."""
         return self._planner.create_local_plan()
 
     def write(self, plan: SavePlan, prefix: str) -> list[WriteResult]:
-        """Write it, to files whose names begin so; where it is."""
+        """Write it, to files with this prefix; returns where."""
         plan = self._planner.finish_plan(plan)
         plan = replace(plan, storage_data=replace(plan.storage_data, prefix=prefix))
         writer = FileSystemWriter(self._folder)
@@ -55,7 +55,7 @@ class Shard:
 
 
 class OwnedShard:
-    """What one owner has of a model and its optimizer."""
+    """One owner's part of a model and its optimizer."""
 
     def __init__(
         self, folder: Path, parts: list[Part], optimizer: RRef[LocalOptimizer] | None
@@ -72,7 +72,7 @@ class OwnedShard:
     # Writing
 
     def plan(self, made: Path) -> tuple[SavePlan, dict[str, PathOf]]:
-        """What is to be written, and the paths of the keys in it."""
+        """What to write, and the paths of its keys."""
         if not made.is_dir():
             raise GradwireError(
                 f"{made.parent} is not visible to this worker: save to a file system "
@@ -89,7 +89,7 @@ class OwnedShard:
         return self._shard.plan(), self._shard.paths
 
     def write(self, plan: SavePlan, prefix: str) -> list[WriteResult]:
-        """Write it; where it is."""
+        """Write it; returns where."""
         return self._shard.write(plan, prefix)
 
     # Reading
@@ -98,7 +98,8 @@ class OwnedShard:
         """Plan the read and check that it fits. Changes nothing.
 
         Raises:
-            FileNotFoundError, ValueError: there is no such checkpoint, or it is of another model.
+            FileNotFoundError, ValueError: there is no such checkpoint, or it does not match the
+                model.
         """
         self._reader = Reader(self._folder)
         self._states = self._reader.empty_states(self.names)
@@ -176,13 +177,13 @@ class Reader:
         self._plan = self._planner.create_local_plan()
 
     def read(self) -> dict[PathOf, Any]:
-        """Read what is wanted."""
+        """Read the requested values."""
         self._reader.read_data(self._plan, self._planner).wait()
         state = self._planner.state_dict
         return {path: state[".".join(path)] for path in self._wanted}
 
     def empty_states(self, names: Iterable[str]) -> dict[PathOf, Any]:
-        """Room for the optimizer's state of these parameters."""
+        """Buffers for the optimizer's state of these parameters."""
         wanted = set(names)
         room: dict[PathOf, Any] = {}
         for key, path in self.paths.items():

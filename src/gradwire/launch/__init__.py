@@ -1,1 +1,1 @@
-"""`gradwire launch`: start the workers of a world, show what they say, end them together."""
+"""`gradwire launch`: start the workers of a world, show their output, stop them together."""

@@ -1,4 +1,4 @@
-"""What `breakpoint()` does in a worker that has no standard input: it says so, and goes on."""
+"""What `breakpoint()` does in a worker without standard input: it prints a hint and continues."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _told: set[tuple[str, int]] = set()
 
 
 def pass_over(*_: Any, **__: Any) -> None:
-    """Say once per place how to stop there. `PYTHONBREAKPOINT` names this function."""
+    """Print once per line how to stop there. `PYTHONBREAKPOINT` names this function."""
     frame = sys._getframe(1)
     place = frame.f_code.co_filename, frame.f_lineno
     if place in _told:

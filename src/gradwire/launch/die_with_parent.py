@@ -1,8 +1,8 @@
 """Run a command that ends with the launcher: `python die_with_parent.py LAUNCHER COMMAND...`.
 
-A launcher that is killed cannot end its workers, so they ask the kernel (Linux) to. The wish is
-kept when this process becomes the command. Done here, not between fork and exec in the launcher,
-which has threads.
+A launcher that is killed cannot stop its workers, so they ask the kernel to (Linux). The setting
+survives exec. It is made here rather than between fork and exec in the launcher, which has
+threads.
 """
 
 import ctypes

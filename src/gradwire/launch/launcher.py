@@ -1,4 +1,4 @@
-"""One run of the workers of this node: follows what they say and do, and ends them together."""
+"""One run of this node's workers: follows their output and exits, and stops them together."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _Launch:
         return state.status
 
     def _next(self, limit: float | None) -> Any:
-        """What happens next; None if nothing does for as long as we should wait."""
+        """The next event; None if there is none before the deadline."""
         deadline = self._state.deadline or limit
         if deadline is None:
             return self._events.get()
@@ -178,7 +178,7 @@ class _Launch:
         self._send(number)
 
     def _finish(self, recruit: Recruit) -> None:
-        """Have those that serve wait for a worker no more that will not come back."""
+        """Tell workers that serve not to wait any longer for a worker that will not come back."""
         env = recruit.environment
         world = env.get("GRADWIRE_WORLD", "default")
         note_finished(self._store, world, env["GRADWIRE_NAME"])

@@ -1,7 +1,7 @@
 """What the launchers of several nodes tell each other, in the store of the world.
 
-Each counts, so that the others see it live. A failure is written down once, by whoever is first,
-and ends all nodes. The first node has the store, and stays until the others are done or gone.
+Each increments a counter, as a heartbeat. The first failure is recorded once and stops all nodes.
+The first node hosts the store, and stays until the others are done or gone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Elsewhere(NamedTuple):
 
 
 class Nodes:
-    """One launcher's part. `tell` is called, by a thread, with the first failure elsewhere."""
+    """One launcher's part. A thread calls `tell` with the first failure elsewhere."""
 
     def __init__(
         self, store: Store, node: int, count: int, tell: Callable[[Elsewhere], object]
@@ -56,7 +56,7 @@ class Nodes:
                 pass  # the node with the store is gone, and all end for that
 
     def close(self) -> None:
-        """Say that this node is done; the one with the store waits for all others."""
+        """Record that this node is done; the host of the store waits for all others."""
         self._closed.set()
         if not self._others:
             return
@@ -82,7 +82,7 @@ class Nodes:
             self._tell(Elsewhere(GONE, 1))
 
     def _is_over(self, node: int) -> bool:
-        """Whether a node is done, or has not counted for a while."""
+        """Whether a node is done, or its heartbeat has stopped."""
         if self._store.check([f"launch/done/{node}"]):
             return True
         beat, now = int(self._store.add(f"launch/beat/{node}", 0)), time.monotonic()

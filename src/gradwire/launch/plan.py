@@ -1,8 +1,8 @@
 """What is started on one node: a command and an environment for each worker. Pure.
 
-The environment is the one that `env://` and torch's own launcher use, so that a program runs the
-same under either. The store is the launcher's (`TORCHELASTIC_USE_AGENT_STORE`): no port has to be
-guessed, and it lasts as long as the world.
+The environment is the one that `env://` and torch's own launcher use, so that a program runs under
+either. The launcher hosts the store (`TORCHELASTIC_USE_AGENT_STORE`): no free port has to be
+guessed, and the store lives as long as the world.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Plan:
 
     @property
     def is_elastic(self) -> bool:
-        """Whether a worker may end, or come back, while the others go on."""
+        """Whether a worker may exit or restart while the others keep running."""
         return self.restarts > 0 or self.needed is not None
 
     def names(self) -> list[str]:
@@ -48,7 +48,7 @@ class Plan:
 
 @dataclass(frozen=True, slots=True)
 class Recruit:
-    """A worker to be started."""
+    """A worker to start."""
 
     name: str
     command: list[str]
@@ -56,7 +56,7 @@ class Recruit:
     is_attached: bool = False
 
     def again(self, count: int) -> Recruit:
-        """The same worker, when it is started again for the `count`-th time."""
+        """The same worker for its `count`-th restart."""
         told = {"TORCHELASTIC_RESTART_COUNT": str(count)}
         return replace(self, environment=self.environment | told)
 

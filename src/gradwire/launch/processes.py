@@ -1,10 +1,10 @@
 """The processes of one node: started, read from, and ended with all their children.
 
-Each worker is the leader of a session of its own, so that a signal reaches its children as well,
-and what it leaves behind can be ended after it. All that happens is put into one queue.
+Each worker leads its own session, so that a signal also reaches its children, and leftovers can be
+killed after it. Every event is put into one queue.
 
-One of them may be attached: it has the launcher's own standard input and output, as a debugger
-needs them. A terminal asks no more of a process that is not of its session.
+One of them may be attached: it inherits the launcher's standard input and output, as a debugger
+needs. A terminal requires no more of a process outside of its session.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """The state of a run of several workers, up to its end. Pure: no processes, no clock.
 
-It ends when no worker runs. A worker that fails ends the others: they are asked with one signal,
-and after a while with a stronger one. The first failure is what the user wants to see. A worker
-that fails because it lost another one (an *echo*) says that the other failed; it may be quicker, so
-the other one is given a moment to say why.
+It ends when no worker runs. A worker that fails stops the others, first with one signal and after a
+while with a stronger one. Users want to see the first failure. A worker that fails because it lost
+another one (an *echo*) indicates that the other failed, but may exit first, so the other one is
+given a moment to report why.
 
-With restarts a worker that fails is started again instead, so often; and after that some may be
-spared: the others go on without them.
+With restarts, a failed worker is restarted instead, up to a limit; after that some workers may be
+spared: the others continue without them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class RunState:
         return not self.running
 
     def restarts_now(self, worker: int, status: int) -> bool:
-        """Whether a worker that has ended is to be started again, which counts."""
+        """Whether to restart a worker that has exited; counts the restart."""
         if status == 0 or self._is_ending:
             return False
         if self.restarts[worker] >= self.most_restarts:
@@ -65,7 +65,7 @@ class RunState:
     def ended(
         self, worker: int, status: int, now: float, *, is_echo: bool
     ) -> signal.Signals | None:
-        """A worker has ended for good; the signal for those that run."""
+        """A worker has exited for good; the signal for those that still run."""
         self.running.discard(worker)
         if self._is_ending:
             return None

@@ -20,7 +20,7 @@ _LIBRARY = re.compile(r".*/lib/python3\.\d+/|<frozen ")
 def place_of(lines: Sequence[str]) -> str | None:
     """The last line of the user's program in the last traceback among these lines.
 
-    That is not in Gradwire, and if there is any such frame not in a library.
+    A frame outside of Gradwire, and outside of libraries if there is one.
     """
     if _BEGINS not in lines:
         return None
@@ -35,7 +35,7 @@ def place_of(lines: Sequence[str]) -> str | None:
 
 
 def ends_by_interrupt(lines: Sequence[str]) -> bool:
-    """Whether Ctrl-C raised the last of these lines, so that the worker would have ended by it."""
+    """Whether these lines end with an uncaught KeyboardInterrupt."""
     return bool(lines) and lines[-1] == "KeyboardInterrupt"
 
 

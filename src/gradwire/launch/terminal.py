@@ -11,7 +11,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def terminal_kept() -> Iterator[None]:
-    """After the block the terminal, if there is one, echoes and edits as it did before."""
+    """Restore the terminal's settings, if there is a terminal, at the end of the block."""
     try:
         terminal = sys.stdin.fileno()
         before = termios.tcgetattr(terminal)
@@ -26,7 +26,7 @@ def terminal_kept() -> Iterator[None]:
 
 
 def _may_set(terminal: int) -> bool:
-    """Whether setting it would not stop this process, as it does one in the background."""
+    """Whether this process may set it: one in the background would be stopped."""
     try:
         return os.tcgetpgrp(terminal) == os.getpgrp()
     except OSError:  # not the terminal of this session, which asks no such thing

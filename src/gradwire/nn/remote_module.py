@@ -59,7 +59,7 @@ class RemoteModule(Standin):
             self._let_scripts_call(interface)
 
     def _let_scripts_call(self, interface: Any) -> None:
-        """Have `torch.jit.script` take it for a module with this TorchScript interface."""
+        """Make `torch.jit.script` treat it as a module with this TorchScript interface."""
         from .._script import remote_modules
 
         for method in remote_modules.methods(interface, self._frontend()):
@@ -101,7 +101,7 @@ class RemoteModule(Standin):
         self.device = device
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Other workers get a handle, too. Elsewhere the reference says that it cannot go along."""
+        """Other workers also get a handle. Outside of calls, the reference raises."""
         return _receive, (
             type(self),
             self.module_rref,
@@ -133,7 +133,7 @@ class RemoteModule(Standin):
         )
 
     def _is_mapped(self) -> bool:
-        """Whether this worker has a device map for the module's: outputs come back by that."""
+        """Whether this worker has a device map for the module's: outputs follow its inverse."""
         return self.module_rref.owner_name() in current_worker().card.device_maps
 
     def get_module_rref(self) -> RRef[nn.Module]:
@@ -162,7 +162,7 @@ class RemoteModule(Standin):
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        """What `to`, `cuda`, `double` and the like of a module, or of a parent, come down to."""
+        """What `to`, `cuda`, `double` and similar methods of a module or its parent call."""
         self.device = self._there(_convert, fn, recurse) or self.device
         return self
 

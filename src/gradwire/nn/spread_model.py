@@ -1,7 +1,7 @@
 """A model spread over workers: a tree of modules, some leaves of which are proxies.
 
-What one worker has of it is a part: a module with all its children, but without what is behind the
-leaves that stand for modules elsewhere. Those may have such leaves in turn.
+One worker's part of it is a module with all its children, except what is behind the proxies of
+modules on other workers. Those may have proxies in turn.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ Named = list[tuple[str, RRef[nn.Parameter]]]
 
 
 class Standin(nn.Module):
-    """A leaf that is the proxy of a module elsewhere."""
+    """A leaf that is the proxy of a module on another worker."""
 
     module_rref: RRef[nn.Module]
 
 
 class Part(NamedTuple):
-    """What one worker has of a model, and what the names in it begin with."""
+    """One worker's part of a model, and the prefix of its names."""
 
     prefix: str
     module: RRef[nn.Module]

@@ -1,7 +1,7 @@
 """Groups of parameters, and which owner has which of them. Pure: no calls, no locks.
 
-A parameter is known by its position: the how-manieth it is over all groups, as in the state dict
-of any torch optimizer. An owner knows only its own, in the same order.
+A parameter is identified by its index over all groups, as in the state dict of any torch optimizer.
+An owner knows only its own, in the same order.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Which of torch's implementations of an optimizer is the quickest, where the user leaves it open.
+"""Which of torch's implementations of an optimizer is fastest, where the user leaves it open.
 
-On the CPU torch chooses one operation for each parameter and term. With small parameters that
-costs far more than the arithmetic, and holds Python's lock all the while. Its fused kernels take
-one pass, and less memory; where there is none, `foreach` does a term for all parameters at once,
-at the price of memory for as many numbers again. The numbers are the same, but for the rounding of
-the last bit.
+On the CPU torch by default runs one operation for each parameter and term. With small parameters
+that costs far more than the arithmetic, and holds the GIL all the while. Its fused kernels take one
+pass, and less memory; where there is none, `foreach` computes a term for all parameters at once, at
+the price of as much memory again. The numbers agree up to rounding in the last bit.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _SMALL = 1 << 20  # numbers, that may be held twice
 
 
 def quickest_way(kind: type, grads: Sequence[Tensor | None]) -> str | None:
-    """The setting that has these gradients applied most quickly; None: leave it to torch."""
+    """The setting that applies these gradients fastest; None: leave the choice to torch."""
     if kind not in _FUSED and kind not in _FOREACH:
         return None  # also the user's own
     given = [grad for grad in grads if grad is not None]

@@ -1,9 +1,9 @@
 """The part of a distributed optimizer on one owner: an ordinary torch optimizer, and its gradients.
 
-Gradients come from a context, or from `.grad` where no context is given. An ordinary optimizer
-reads `.grad`, so for a step the gradients of the context are put there, and what was there is put
-back. Several optimizers may have the same parameters: a step holds the lock of each of its
-parameters, taken in one order everywhere, so that steps on other parameters go on.
+Gradients come from a context, or from `.grad` without one. An ordinary optimizer reads `.grad`, so
+during a step the gradients of the context are placed there, and the previous values are restored
+afterwards. Several optimizers may share parameters: a step holds the lock of each of its
+parameters, acquired in one global order, while steps on other parameters proceed.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class LocalOptimizer:
     def load_state(
         self, state: dict[int, Any], changed: Changes
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Take over the state of each parameter, and settings. Returns what `describe` does."""
+        """Load the state of each parameter, and settings. Returns what `describe` does."""
         with self._locked():
             whole = self.optimizer.state_dict()
             for number, settings in changed.items():

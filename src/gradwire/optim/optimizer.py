@@ -184,7 +184,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             return call_all(calls)
 
     def _apart(self, name: str, state: Any) -> Any:
-        """State that shares nothing with who has it; from and to elsewhere it is a copy anyway."""
+        """State that shares no memory with its owner; remote state is a copy anyway."""
         return deepcopy(state) if self.owners[name].is_owner() else state
 
     def _changes(self, share: Share) -> dict[int, dict[str, Any]]:
@@ -225,7 +225,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             log.debug("taking back a group on %s", list(counts), exc_info=True)
 
     def _note(self, described: Mapping[str, Any]) -> None:
-        """Take over what owners say of their settings, where we have none."""
+        """Adopt the owners' settings where there are none here."""
         for name, (defaults, settings) in described.items():
             share = self.shares[name]
             share.told = [changes(values, {}) for values in settings]

@@ -1,4 +1,4 @@
-"""Worlds on a Ray cluster, which places, watches and restarts their workers."""
+"""Worlds on a Ray cluster, which places, supervises and restarts their workers."""
 
 from importlib.util import find_spec as _find_spec
 from typing import TYPE_CHECKING as _TYPE_CHECKING

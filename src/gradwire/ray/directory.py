@@ -1,12 +1,10 @@
-"""Where the workers of a world on Ray meet: a named actor, seen as one of torch's stores.
+"""The rendezvous of a world on Ray: a named actor, used as one of torch's stores.
 
-So addresses and the world's secret travel by Ray only. The actor runs one method at a time, which
-makes each of them atomic.
+So addresses and the world's secret are exchanged only through Ray. The actor runs one method at a
+time, which makes each of them atomic.
 
-A directory that belongs to a driver is on its node, and ends with it. A detached one may be on any
-node, so it keeps what it knows in Ray's own table too, which is on the head node: when its node is
-lost, Ray starts it again elsewhere, and it goes on. A method that was interrupted may then run
-twice, which does no harm: an id is skipped, or a worker takes itself for one that has come back.
+The directory of a driver is on its node, and ends with it. A detached one may be on any
+node, so it also keeps its contents in Ray's internal key-value table, which is on the head node.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Directory:
         return self._values["secret"]
 
     def start(self, name: str) -> int:
-        """Note that a worker of this name begins; how many have before it."""
+        """Record that a worker of this name starts; returns how many have before it."""
         return self.add(f"starts/{name}", 1) - 1
 
     def set(self, key: str, value: bytes) -> None:
@@ -82,13 +80,13 @@ class Directory:
         return self._values.pop(key, None) is not None
 
     def forget(self) -> None:
-        """Leave nothing in Ray's table."""
+        """Delete everything from Ray's table."""
         if self._is_kept:
             _internal_kv_del(self._prefix, del_by_prefix=True)
 
 
 def directory(world: str, *, detached: bool) -> Any:
-    """The directory of a world, made if there is none. A detached one outlives who makes it."""
+    """The directory of a world, created if there is none. A detached one outlives its creator."""
     options: dict[str, Any] = {
         "name": f"gradwire-{world}",
         "namespace": NAMESPACE,

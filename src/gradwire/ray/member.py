@@ -15,7 +15,7 @@ OnRestart = Callable[[str], object]
 
 
 class Member:
-    """Joins when Ray starts it, and joins again under its name when Ray starts it again."""
+    """Joins when Ray starts it, and rejoins under its name when Ray restarts it."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class Member:
         return self._worker.id
 
     def live(self) -> None:
-        """Never returns: that it fails is how Ray tells of the end of this process."""
+        """Never returns: its failure is how Ray reports the end of this process."""
         threading.Event().wait()
 
     def leave(self) -> None:

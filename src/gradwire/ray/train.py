@@ -28,7 +28,7 @@ class GradwireConfig(TorchConfig):  # type: ignore[misc]
         return GradwireBackend
 
     def torch_backend(self) -> Backend:
-        """What sets torch's process group up."""
+        """What sets up torch's process group."""
         return super().backend_cls()
 
 
@@ -65,7 +65,7 @@ class GradwireBackend(Backend):  # type: ignore[misc]
 
 
 def _enter(name: str, rank: int, size: int) -> None:
-    """Run on each worker: where `init_rpc` goes there."""
+    """Run on each worker: sets where `init_rpc` joins there."""
     actor = ray.get_actor(name, namespace=NAMESPACE)
     set_place(
         store=RayStore(actor),

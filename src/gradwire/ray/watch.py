@@ -1,7 +1,7 @@
-"""Hears from Ray that an actor is gone, and tells the world.
+"""Learns from Ray that an actor is gone, and tells the world.
 
-Workers that are connected find out by themselves, in most cases as quickly. A node that is cut off
-closes no connection; whoever is first to miss it, Ray or our heartbeat, is believed.
+Workers that are connected find out themselves, in most cases as quickly. A node that is cut off
+closes no connection; whichever notices first, Ray or our heartbeat, decides.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Watch:
 
 
 def _look_at(call: Any) -> None:
-    """Whoever is gone, or allows no such calls, finds out by itself."""
+    """A worker that is gone, or allows no such calls, finds out by itself."""
     try:
         call.value()
     except Exception:  # noqa: BLE001 of another process

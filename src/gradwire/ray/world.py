@@ -111,7 +111,7 @@ class World:
         self._watch = Watch(self.worker, self._actors)
 
     def _place(self) -> None:
-        """Have a placement group."""
+        """Find or create a placement group."""
         self._group = self._group or get_current_placement_group()
         if self._group is not None:
             return
@@ -153,7 +153,7 @@ class World:
             self._watch = None
 
     def _close(self) -> None:
-        """Give back what Ray has for this world; a detached one stays if it was there."""
+        """Release Ray's resources for this world; a detached one that existed before stays."""
         self._stop_watching()
         if self.worker is not None:
             self.worker.close()
