@@ -125,9 +125,10 @@ class Codec:
         replacing: Replacing,
         restoring: Restoring,
     ) -> None:
-        """Replace objects of exactly these types by so many numbers.
+        """Send objects of exactly these types as that many numbers.
 
-        Called for a message with such objects, or that may have some: `replacing(to, is_reply)`,
+        Called for a message with such objects, or one that may contain some: `replacing(to,
+            is_reply)`,
         `restoring(sender)`.
         """
         self._replaced = frozenset(kinds)
@@ -223,7 +224,7 @@ class Codec:
         manner: Manner,
         devices: DeviceMap | None,
     ) -> Encoded | None:
-        """A message by its signature, if it has one."""
+        """The message encoded by its signature, if it has one."""
         if devices is not None and devices.moves_cpu:
             return None
         return self._encoders[manner.plain].encode(kind, subject, values, manner.to)
@@ -334,14 +335,14 @@ class Codec:
 
 
 def _requiring_grad(values: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors that need gradients."""
+    """The tensors that require grad."""
     return [v for v in values if type(v) is torch.Tensor and v.requires_grad]
 
 
 def _set_apart(found: list[torch.Tensor], arrived: list[torch.Tensor]) -> None:
-    """Give each tensor that gets a history memory of its own.
+    """Give each tensor that gets a history its own memory.
 
-    If they shared some, changing one in place would change others behind autograd's back.
+    If they shared memory, modifying one in place would modify others without autograd noticing.
     """
     shares = Counter(map(raw_bytes.place, arrived))
     for tensor in found:

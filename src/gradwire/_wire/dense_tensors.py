@@ -75,7 +75,7 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 
 def pack(tensors: Sequence[torch.Tensor], *, keep_gaps: bool = False) -> Packed:
-    """The table of these tensors, with their bytes."""
+    """The table of these tensors, and their bytes."""
     entries: list[bytes] = []
     lengths: list[int] = []
     blocks: list[torch.Tensor] = []
@@ -100,7 +100,7 @@ def pack(tensors: Sequence[torch.Tensor], *, keep_gaps: bool = False) -> Packed:
 
 
 class _Source:
-    """A tensor on its way out: where its bytes lie, and how it will be described."""
+    """An outgoing tensor: where its bytes are, and how it will be described."""
 
     __slots__ = (
         "_keep_gaps",
@@ -156,7 +156,7 @@ def _span(tensor: torch.Tensor) -> int:
 
 
 def _groups(sources: list[_Source]) -> list[tuple[list[_Source], tuple[int, int]]]:
-    """Which tensors travel in one block, and the span of storage it covers."""
+    """Which tensors share a block, and the span of storage that it covers."""
     by_storage: dict[int, list[_Source]] = {}
     for source in sources:
         key = id(source)
@@ -234,10 +234,10 @@ def unpack(
 ) -> tuple[list[torch.Tensor], int]:
     """The tensors described at the start of `body`, and how many bytes that took.
 
-    Expanded tensors may claim `most` bytes together: what is done with them takes that much.
+    Expanded tensors may claim `most` bytes in total: operations on them take that much.
 
     Raises:
-        ProtocolError: the table does not fit the bytes.
+        ProtocolError: the table does not match the bytes.
     """
     try:
         return _Table(body, area, most).build()
@@ -248,7 +248,7 @@ def unpack(
 
 
 class _Table:
-    """A table on its way in."""
+    """An incoming table."""
 
     def __init__(self, body: memoryview, area: Any, most: int) -> None:
         self._body = body
@@ -298,7 +298,7 @@ class _Table:
         return block, dtype, flags, shape, strides, offset
 
     def _places(self, lengths: Sequence[int]) -> list[tuple[bool, int, int]]:
-        """Per block: is it in the area, where, and how long."""
+        """For each block: whether it is in the bulk area, its offset and its length."""
         places = []
         bulk = 0
         for length in lengths:

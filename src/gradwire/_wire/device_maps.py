@@ -1,12 +1,12 @@
-"""On which device a tensor arrives, by the device that it leaves.
+"""The device on which a tensor arrives, given the one that it leaves.
 
-A worker can have a device map for another one: pairs of a device of its own and one over there. Its
-requests follow that map, and the responses to them follow it backwards. A device that the map does
-not list cannot be left, but for the CPU, which then leads to the CPU. Without a map, a tensor
+A worker can have a device map for another one: pairs of a device of its own and one there. Its
+requests follow that map, and the responses to them follow its inverse. Tensors on a device that is
+not in the map cannot be sent, except that the CPU maps to the CPU. Without a map, a tensor
 arrives on the device of the same name.
 
-Gradients go back to where their tensors came from. That was a request of the other worker, whose
-map is followed backwards; or else the response to a request from here.
+Gradients return to where their tensors came from: for a request of the other worker by the inverse
+of its map, or for the response to a request from here by this worker's map.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Names = Mapping[str, str]
 
 
 def are_names(maps: Any) -> bool:
-    """Whether these are device maps by worker, as another one may have sent them."""
+    """Whether these are valid device maps by worker, as received from another one."""
     return type(maps) is dict and all(
         type(pairs) is dict
         and all(type(name) is str for pair in pairs.items() for name in pair)
@@ -31,11 +31,11 @@ def are_names(maps: Any) -> bool:
 
 
 def names_of(given: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, str]]:
-    """What a user gave, by worker: devices are texts, objects, or numbers of the accelerator's.
+    """A user's device maps, by worker, as names; devices may be strings, objects or indices.
 
     Raises:
-        ValueError: two devices lead to the same one, torch knows none of that name, or which of its
-            kind is left open; says which entry that is.
+        ValueError: two devices map to the same one, torch knows none of that name, or its index is
+            missing; names the entry.
     """
     found: dict[str, dict[str, str]] = {}
     for worker, pairs in given.items():
@@ -72,14 +72,14 @@ class DeviceMap:
 
     @property
     def moves_cpu(self) -> bool:
-        """Whether plain tensors do not stay on the CPU."""
+        """Whether plain CPU tensors are mapped elsewhere."""
         return self.pairs.get("cpu", "cpu") != "cpu"
 
     def target(self, device: torch.device) -> str:
         """Where a tensor of this device arrives.
 
         Raises:
-            ValueError: nowhere.
+            ValueError: the map does not have it.
         """
         here = str(device)
         if self.is_whole and here not in self.pairs and device.type not in _ANYWHERE:
@@ -93,7 +93,7 @@ _ANYWHERE = ("cpu", "meta")  # what every worker has
 
 
 class DeviceMaps(NamedTuple):
-    """Those for one other worker; None where tensors stay on the device of the same name."""
+    """The maps for one other worker; None where tensors keep the device of the same name."""
 
     requests: DeviceMap | None = None
     responses: DeviceMap | None = None
@@ -101,7 +101,7 @@ class DeviceMaps(NamedTuple):
 
 
 def between(me: str, mine: Names, other: str, theirs: Names) -> DeviceMaps:
-    """The maps for messages to another worker, by its map for me and mine for it."""
+    """The maps for messages to another worker, from its map for this one and this one's for it."""
     back = {there: here for here, there in theirs.items()}
     request = f"the device map of worker {me!r} for {other!r}"
     response = f"the device map of worker {other!r} for {me!r}, backwards,"

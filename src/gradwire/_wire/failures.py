@@ -34,7 +34,7 @@ def describe_failure(
 
 
 def _trace_of(error: BaseException) -> str:
-    """Where it was raised; for one that came from another worker and went on at once, there."""
+    """Its traceback; for one that came from another worker and was re-raised, the original one."""
     cause = error.__cause__
     if isinstance(cause, RemoteError) and not has_other_frames(error):
         return cause.trace
@@ -42,13 +42,13 @@ def _trace_of(error: BaseException) -> str:
 
 
 def shorten(failure: Failure, most: int) -> Failure:
-    """Its beginning and the end of its trace, which fit into every limit."""
+    """The beginning of the message and the end of the traceback, which fit into every limit."""
     message, trace = failure.message[:most], failure.trace[-most:]
     return Failure(failure.type_name[:most], message, trace, None, [])
 
 
 def revive_failure(failure: Failure, worker: str) -> Exception:
-    """The exception to raise here for a failure over there: its own type, where possible."""
+    """The exception to raise here for a remote failure: of its own type, if possible."""
     cause = RemoteError(worker, failure.type_name, failure.message, failure.trace)
     error: Any = None
     if failure.pickled is not None:

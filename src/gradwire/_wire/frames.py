@@ -47,17 +47,17 @@ class Freight(Protocol):
         """The other side has it."""
 
     def in_doubt(self) -> None:
-        """The other side may have it or not."""
+        """The other side may or may not have it."""
 
 
 class Wait(Protocol):
-    """Something that ends by itself."""
+    """Something that completes on its own."""
 
     def wait(self) -> Any:
-        """Wait for its end; raises what went wrong."""
+        """Wait for it to complete; raises its error."""
 
     def settle(self) -> None:
-        """Wait for its end, whatever that is."""
+        """Wait for it to complete, with or without an error."""
 
 
 class Replaced(Protocol):
@@ -94,7 +94,8 @@ Restoring = Callable[[int], Restored]
 class Parcel:
     """An encoded message, ready to be sent to any worker.
 
-    What few have is left to the class: setting all would take longer than the rest.
+    Rarely used fields keep the class's defaults: setting all of them would take longer than the
+    rest.
     """
 
     bulk: Sequence[Piece] = ()
@@ -121,7 +122,7 @@ class Parcel:
         )
 
     def with_bulk(self, bulk: Sequence[Piece], length: int) -> Parcel:
-        """Itself, with large tensors beside it."""
+        """Itself, with large tensors attached."""
         self.bulk, self.bulk_length = bulk, length
         return self
 
@@ -147,7 +148,7 @@ class Parcel:
             self.meanwhile()
 
     def check(self, limits: Limits) -> None:
-        """Refuse what the receiver would refuse.
+        """Reject what the receiver would reject.
 
         Raises:
             ValueError: the message is larger than the options allow.
@@ -170,7 +171,7 @@ class Parcel:
 
 
 class Frame:
-    """A message that has arrived and is not decoded yet. Most set only a few of the fields."""
+    """A message that has arrived and has not been decoded. Most set only a few of the fields."""
 
     scope = 0
     mark = 0
@@ -210,7 +211,7 @@ Header = tuple[int, int, int, int, int, int, int, int, int, int]
 
 
 def refusal(header: Header, most_body: int, most_bulk: int) -> ProtocolError:
-    """Why a header is invalid, or announces more than the limits."""
+    """Why a header is invalid, or exceeds the limits."""
     version, _, _, body, _, _, _, bulk, _, _ = header
     if version != VERSION:
         return ProtocolError(f"frame of version {version}, this is version {VERSION}")

@@ -1,12 +1,12 @@
-"""Functions by name: `module:qualname`, found when called.
+"""Functions by name: `module:qualname`, resolved when called.
 
-A function that can be imported travels as its name. `Names` is careful: a name is used only if it
-leads back to the very same object, so a decorated, local or replaced function is never mistaken for
-another. What has no name goes by value (`pickling.py`).
+An importable function is sent as its name. `Names` is careful: a name is used only if it resolves
+to the very same object, so a decorated, local or replaced function is never confused with another.
+A function without a name is sent by value (`pickling.py`).
 
-Functions of the main script have a name if the other worker runs the same script: they then find
-the module's globals over there, as programs with a server's state in a global expect. Where it is
-not certain that the other one has come across a definition, the value goes along (`pickling.py`).
+Functions of the main script have a name if the other worker runs the same script: they then use
+that module's globals, as programs with a server's state in a global expect. Where the other worker
+may not have reached a definition, the value is sent along (`pickling.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _METHODS = (types.MethodType, types.BuiltinMethodType)  # made anew at every loo
 def main_fingerprint() -> str:
     """A fingerprint that is equal on workers with the same main script; empty without one.
 
-    What that has defined by now, whatever this worker is, the others have when they get here.
+    What the script has defined by now on any worker, the others have when they reach this point.
     """
     global _certain
     main = sys.modules.get("__main__")
@@ -56,7 +56,7 @@ def may_be_missing(qualname: str) -> bool:
 
 @lru_cache(maxsize=4)
 def _defined_by(source: bytes) -> frozenset[str]:
-    """The names that a script defines whatever happens: not in an `if`, a `try` or a loop."""
+    """The names that a script defines unconditionally: not in an `if`, a `try` or a loop."""
     try:
         body = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -71,7 +71,7 @@ def _defined_by(source: bytes) -> frozenset[str]:
 
 
 class Names:
-    """Finds names of functions, and remembers those it found."""
+    """Finds the names of functions, and caches them."""
 
     def __init__(self) -> None:
         self._names: dict[Any, str] = {}
@@ -79,9 +79,9 @@ class Names:
     def name_of(
         self, func: Any, same_main: bool, *, is_enough: bool = True
     ) -> str | None:
-        """The name under which `func` can be found elsewhere, or None.
+        """The name by which `func` can be found elsewhere, or None.
 
-        Where a name is not enough: also None if it is not certain that the others know it.
+        Also None if the other workers might not have it, where a name alone would not suffice.
         """
         try:
             name = self._names.get(func)
@@ -164,7 +164,7 @@ def _find_name(func: Any) -> str | None:
 
 
 def _origin(func: Any) -> tuple[Any, Any]:
-    """The module and the name that a function says it is from."""
+    """The module and the name that a function claims."""
     if isinstance(func, torch.jit.ScriptFunction):  # all have the same, in Python
         module, _, name = func.qualified_name.rpartition(".")
         return module.removeprefix("__torch__").lstrip(".") or "__main__", name
@@ -172,7 +172,7 @@ def _origin(func: Any) -> tuple[Any, Any]:
 
 
 def describe(func: Any) -> str:
-    """A name for people."""
+    """A name for messages to people."""
     if isinstance(func, torch.jit.ScriptFunction):
         return str(func.name)
     name = getattr(func, "__qualname__", None)

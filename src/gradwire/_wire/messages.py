@@ -28,7 +28,7 @@ GetFields = Callable[[Any], tuple[Any, ...]]
 
 @dataclass(slots=True)
 class Call:
-    """Caller → callee: run this function and send back what it returns."""
+    """Caller → callee: run this function and return its result."""
 
     function: Any
     """The function, or its name."""
@@ -42,14 +42,14 @@ class Call:
 
 @dataclass(slots=True)
 class Result:
-    """Callee → caller: it returned this."""
+    """Callee → caller: the function's result."""
 
     value: Any
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Callee → caller: it raised this."""
+    """Callee → caller: the exception it raised."""
 
     type_name: str
     message: str
@@ -62,17 +62,17 @@ class Failure:
 
 @dataclass(slots=True)
 class TensorMessage:
-    """Numbers of 64 bits, and tensors that are values and nothing else.
+    """64-bit numbers, and tensors by value.
 
-    Each tensor arrives without history and with memory of its own, also if two were one. Upper
-    layers' messages of this kind extend this class; a `Result` can hold one as it is.
+    Each tensor arrives without history and with its own memory, even if two were the same. Upper
+    layers' messages of this kind extend this class; a `Result` can contain one.
     """
 
     numbers: Sequence[int]
     tensors: Sequence[Tensor | None]
 
     def unshared(self) -> tuple[tuple[int, ...], tuple[Tensor | None, ...]]:
-        """The fields, where no tensor has a history or the memory of another."""
+        """The fields, where no tensor has a history or shares memory."""
         tensors: list[Tensor | None] = []
         places: set[int] = set()
         for tensor in self.tensors:
@@ -96,7 +96,7 @@ fields_of_call, fields_of_failure = getter(Call), getter(Failure)
 
 
 def has_right_fields(message: object) -> bool:
-    """Whether what we use of a message ourselves is what we expect; the rest is for others."""
+    """Whether the fields that Gradwire itself uses have the expected types."""
     if isinstance(message, Call):
         _, args, kwargs, modes, ids = fields_of_call(message)
         kinds = (tuple, list)

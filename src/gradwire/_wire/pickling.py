@@ -30,18 +30,18 @@ Reducer = Callable[[Any], "tuple[Any, ...] | str"]
 
 
 class Serializer(Protocol):
-    """What turns objects into bytes: give one to `Options(serializer=...)` to use your own."""
+    """Converts objects to bytes: pass one to `Options(serializer=...)` to use your own."""
 
     def dumps(self, obj: Any, tensors: list[torch.Tensor]) -> bytes:
-        """`obj` as bytes; append its tensors to `tensors`, to be sent beside."""
+        """`obj` as bytes; appends its tensors to `tensors`, which are sent alongside."""
 
     def loads(self, data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
-        """What `dumps` was given, with the tensors that arrived."""
+        """The inverse of `dumps`, with the tensors that arrived."""
 
 
 @dataclass(slots=True)
 class Beside:
-    """What one message holds besides the bytes and tensors of its pickle."""
+    """What one message contains besides the bytes and tensors of its pickle."""
 
     replaced: frozenset[type] = frozenset()
     """Exact types of objects for which numbers are pickled."""
@@ -140,7 +140,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj)
 
     def _name_and_value(self, obj: Any) -> tuple[str, bytes, str]:
-        """What `of_main` needs: a name, and a pickle, or why there is none."""
+        """The arguments of `of_main`: a name, and a pickle or why there is none."""
         beside, tensors, file = self._beside, self._tensors, io.BytesIO()
         counts = len(tensors), len(beside.traced)
         pickler = _Pickler(file, tensors, self._serializer, beside)
@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
     def _of_main(self, name: str, value: bytes, reason: str) -> Any:
-        """What this main script has under a name; else what the sender's has."""
+        """What this main script has under a name; otherwise what the sender's has."""
         sent = None
         if (
             value
@@ -221,29 +221,29 @@ class _Unpickler(pickle.Unpickler):
 
 
 def of_main(name: str, value: bytes, reason: str) -> Any:
-    """Stands in a pickle for something of the main script; only our unpickler can follow it."""
+    """Placeholder in a pickle for an object of the main script; only our unpickler resolves it."""
     raise pickle.UnpicklingError(
         f"{name!r} of the main script can only be sent in calls"
     )
 
 
 def tensor_at(index: int) -> torch.Tensor:
-    """Stands in a pickle for a tensor beside it; only our unpickler can follow it."""
+    """Placeholder in a pickle for a tensor sent alongside; only our unpickler resolves it."""
     raise pickle.UnpicklingError(f"tensor {index} is not part of this pickle")
 
 
 def restored(*numbers: int) -> Any:
-    """Stands in a pickle for an object that travels as numbers."""
+    """Placeholder in a pickle for an object sent as numbers."""
     raise pickle.UnpicklingError("it can only be sent in calls")
 
 
 def traced(number: int, tensor: torch.Tensor) -> torch.Tensor:
-    """Stands in a pickle around a tensor that gets a history on arrival."""
+    """Wrapper in a pickle around a tensor that gets a history on arrival."""
     raise pickle.UnpicklingError("its history exists only in its context")
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, of the same type and with the same attributes, that needs no gradient."""
+    """The same tensor, of the same type and with the same attributes, without grad."""
     bare = tensor.detach()
     if isinstance(tensor, torch.nn.Parameter):
         bare = torch.nn.Parameter(bare, requires_grad=False)

@@ -1,6 +1,6 @@
 """Raw bytes of CPU tensors, without copies and for every dtype.
 
-The only place that goes by address. numpy is not used: it knows neither bfloat16 nor float8.
+The only place that uses addresses. numpy is not an option: it knows neither bfloat16 nor float8.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ CPU = torch.device("cpu")  # always said: users may have set another default dev
 
 
 class _Arrays(dict[int, Any]):
-    """ctypes' array types by length; making one costs more than using it."""
+    """ctypes' array types by length, cached: creating one costs more than using it."""
 
     def __missing__(self, length: int) -> Any:
         array = ctypes.c_char * length
@@ -35,7 +35,7 @@ def read(tensor: torch.Tensor, length: int) -> bytes:
 
 
 def write(tensor: torch.Tensor, data: bytes | memoryview) -> None:
-    """Put `data` at the tensor's address; the tensor has room for it."""
+    """Write `data` to the tensor's memory, which is large enough."""
     if len(data):
         there = tensor.data_ptr() or no_memory(data)
         arrays[len(data)].from_address(there).raw = data
@@ -45,7 +45,7 @@ def no_memory(data: bytes | memoryview) -> int:
     """An address for a tensor without memory: it is never written to.
 
     Raises:
-        RuntimeError: there is. To write to it all the same would end the process.
+        RuntimeError: the tensor has elements. Writing them would crash the process.
     """
     if len(data):
         raise RuntimeError("it has no memory; is a mode such as FakeTensorMode on?")
@@ -58,7 +58,7 @@ def view(tensor: torch.Tensor) -> memoryview:
 
 
 def place(tensor: torch.Tensor) -> int:
-    """Where its memory is; a number of its own where that is not one piece."""
+    """The address of its memory; a unique number where that is not contiguous."""
     if tensor.layout is not torch.strided or not tensor.numel():
         return -id(tensor)
     if not tensor.storage_offset():

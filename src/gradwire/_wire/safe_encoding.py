@@ -1,8 +1,8 @@
-"""Plain data as bytes, without pickle: what a worker with an allow-list speaks.
+"""Plain data as bytes, without pickle: the encoding of workers with an allow-list.
 
 None, bool, int, float, complex, str, bytes, list, tuple, dict, set, slice, torch's dtype, device
-and size, and tensors. One tag byte, then a length or count, then the content. Decoding makes
-these types and nothing else, so bytes from anyone are safe to decode.
+and size, and tensors. One tag byte, then a length or count, then the content. Decoding creates only
+these types, so bytes from anyone are safe to decode.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_DEPTH = 64
 
 
 class SafeSerializer(NamedTuple):
-    """As a serializer, for messages that follow a device map."""
+    """The encoding as a serializer, for messages that follow a device map."""
 
     devices: DeviceMap | None = None
 
@@ -41,12 +41,12 @@ class SafeSerializer(NamedTuple):
         return b"".join(out)
 
     def loads(self, data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
-        """What `dumps` was given."""
+        """The inverse of `dumps`."""
         return loads(data, tensors)
 
 
 class _Tensors(NamedTuple):
-    """Where those of one message go."""
+    """The tensors of one message."""
 
     found: list[torch.Tensor]
     devices: DeviceMap | None
@@ -62,7 +62,7 @@ def dumps(obj: Any, tensors: list[torch.Tensor]) -> bytes:
 
 
 def loads(data: bytes | memoryview, tensors: list[torch.Tensor]) -> Any:
-    """What `dumps` was given.
+    """The inverse of `dumps`.
 
     Raises:
         ProtocolError: these bytes are not from `dumps`.
@@ -235,7 +235,7 @@ class _Reader:
             raise ProtocolError(f"tensor of kind {name!r}: {error}") from error
 
     def _check_size(self, name: str, parts: tuple[Any, ...]) -> None:
-        """However often the tensors that came are named, copy no more than what came."""
+        """However often tensors are repeated, copy no more bytes than arrived."""
         if any(
             tensor_kinds.is_expanded(tensor)
             for tensor in tensor_kinds.tensors_of(parts)

@@ -1,8 +1,8 @@
-"""The other end of `signature_encoder.py`: a signature that arrives is compiled once, into a plan.
+"""The other end of `signature_encoder.py`: compiles each signature that arrives once, into a plan.
 
-A plan reads the numbers and the bytes of small tensors that follow the signature with one call of
-`struct`, makes the tensors, and makes the message of them. Nothing in a signature is believed
-before it is checked: it may come from anyone who knows the key.
+A plan reads the numbers and the bytes of small tensors after the signature with a single call of
+`struct`, creates the tensors, and from them the message. Every part of a signature is checked
+before use: it may come from anyone who knows the key.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _read_length = LENGTH.unpack_from
 
 
 class Decoder:
-    """Reads messages of the registered types, and remembers what their signatures mean."""
+    """Decodes messages of the registered types, and caches the plans of their signatures."""
 
     def __init__(self, load: Load, types: Types, limits: Limits) -> None:
         self._load = load
@@ -59,7 +59,7 @@ class Decoder:
         self._restoring: Restoring | None = None
 
     def restore(self, width: int, restoring: Restoring) -> None:
-        """Restore objects, each of so many numbers."""
+        """Restore objects, each from that many numbers."""
         self._width, self._restoring = width, restoring
 
     def decode(self, frame: Frame, sender: int = -1) -> Opened:
@@ -121,7 +121,7 @@ class Decoder:
 
 
 class Plan:
-    """How to read the messages of one kind and signature."""
+    """How to decode messages of one kind and signature."""
 
     __slots__ = (
         "_bulk",
@@ -196,7 +196,7 @@ class Plan:
         """The tensors, each once.
 
         Raises:
-            ProtocolError: one cannot be made.
+            ProtocolError: one cannot be created.
         """
         try:
             return [make(found, area) for make in self.makers]
@@ -220,7 +220,7 @@ class Plan:
 
 
 class _Compiler:
-    """What the specs of a signature say, so far."""
+    """The result of the specs compiled so far."""
 
     def __init__(self, specs: Values, width: int | None, *, copies: bool) -> None:
         self.are_tensors = True
@@ -240,7 +240,7 @@ class _Compiler:
         self.steps = self._compile(specs, 0)
 
     def layout(self) -> struct.Struct:
-        """That of numbers and small tensors."""
+        """The layout of numbers and small tensors."""
         raws = "".join(f"{length}s" for length in self._raws)
         return struct.Struct(f"<{self._number_layout}{raws}")
 

@@ -84,7 +84,7 @@ class _Keys(tuple[str, ...]):
 
 @dataclass(slots=True)
 class Known:
-    """A signature's bytes, and how what follows them is made."""
+    """A signature's bytes, and how to encode what follows them."""
 
     prefix: bytes
     write: Callable[..., bytes]
@@ -99,7 +99,7 @@ class Known:
 
 
 class _Contents:
-    """What is in the values of a message."""
+    """The contents of a message's values."""
 
     __slots__ = (
         "_replaced",
@@ -127,10 +127,10 @@ class _Contents:
         self._width = width
 
     def look(self, values: Sequence[Any], depth: int = 0) -> bool:
-        """Look at values; False: they have to go the general way.
+        """Inspect values; False: they need the general encoding.
 
         Raises:
-            RuntimeError: a tensor has no memory of its own, in order, or no shape.
+            RuntimeError: a tensor has no contiguous memory of its own, or no shape.
         """
         key, tensors, storages = self.key, self.tensors, self.storages
         for value in values:
@@ -167,7 +167,7 @@ class _Contents:
         return True
 
     def _look_into(self, value: Any, depth: int) -> bool:
-        """Look at a list, tuple or dict with tensors in it."""
+        """Inspect a list, tuple or dict that contains tensors."""
         kind = type(value)
         if kind is not list and kind is not tuple and kind is not dict:
             return False
@@ -196,9 +196,9 @@ class _Contents:
             raise
 
     def find_repeated(self, least: int = 0) -> bool:
-        """Find the tensors that are there twice, as one, and have `least` bytes.
+        """Mark tensors that occur twice, and have at least `least` bytes, as the same.
 
-        False: others share their memory, or lists that hold them may be there twice.
+        False: other tensors share their memory, or lists that contain them may occur twice.
         """
         found: dict[int, int] = {}
         tensors = iter(self.tensors)
@@ -219,7 +219,7 @@ class _Contents:
 
 
 class Encoder:
-    """Remembers the signatures sent."""
+    """Encodes messages by signature, and caches the signatures."""
 
     def __init__(self, encoding: int, dump: Dump, limits: Limits) -> None:
         self._encoding = encoding
@@ -231,13 +231,13 @@ class Encoder:
         self._replacing: Replacing | None = None
 
     def replace(self, kinds: frozenset[type], width: int, replacing: Replacing) -> None:
-        """Replace objects of exactly these types by so many numbers."""
+        """Send objects of exactly these types as that many numbers."""
         self._replaced, self._width, self._replacing = kinds, width, replacing
 
     def encode(
         self, kind: int, subject: Subject, values: Sequence[Any], to: int = -1
     ) -> Encoded | None:
-        """A message; None: it has to go the general way.
+        """A message; None: it needs the general encoding.
 
         Raises:
             ValueError: it is larger than the limits.
@@ -344,7 +344,7 @@ def _storage(tensor: Tensor, there: int) -> int:
 
 
 def _in_order(tensor: Tensor | None) -> Tensor | None:
-    """A tensor without history, and if it is small, with its elements in order."""
+    """A tensor without history; a small one with its elements contiguous."""
     if tensor is None or tensor.layout is not strided or tensor.is_nested:
         return tensor
     if tensor.requires_grad:
@@ -381,7 +381,7 @@ def _is_small(value: Any, depth: int) -> bool:
 def _describe(
     key: tuple[Any, ...], tensors: Sequence[Tensor], limits: Limits
 ) -> Known | None:
-    """What there is to know of messages with this key; None: they have to go the general way."""
+    """What is known of messages with this key; None: they need the general encoding."""
     if not all(map(is_plain, tensors)):
         return None
     places: list[tuple[_Read | None, int]] = []

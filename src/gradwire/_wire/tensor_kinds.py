@@ -1,7 +1,7 @@
-"""Tensors that are not plain memory, taken apart into tensors that are, and put together again.
+"""Tensors that are not plain memory, decomposed into tensors that are, and recomposed.
 
-A recipe is a name and parts: plain data and tensors. Names and parts are the same whether pickle
-carries them or the safe encoding, so both know every kind of tensor.
+A recipe is a name and parts: plain data and tensors. Names and parts are the same for pickle and
+for the safe encoding, so both support every kind of tensor.
 
 Private torch names used here, and what breaks without them:
 `Tensor._indices`, `Tensor._values`: an uncoalesced sparse tensor would have to be coalesced to be
@@ -35,7 +35,7 @@ Recipe = tuple[str, tuple[Any, ...]]
 
 
 class Copy(NamedTuple):
-    """In a recipe, the part that is sent as it is: a plain tensor, whatever maps there are."""
+    """In a recipe, a part that is sent unchanged: a plain tensor, in spite of device maps."""
 
     tensor: torch.Tensor
 
@@ -44,7 +44,7 @@ def take_apart(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe
     """The recipe of a tensor of exact type `torch.Tensor`; None if it is plain memory.
 
     Raises:
-        TypeError: there is no way to send this kind of tensor.
+        TypeError: this kind of tensor cannot be sent.
         ValueError: the device map does not have its device.
     """
     if devices is None:
