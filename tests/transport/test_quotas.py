@@ -154,7 +154,8 @@ def test_who_does_not_read_its_responses_takes_few_threads(size: int) -> None:
         many = 3000 if size < 10_000 else 300  # the others are refused: no memory
         wait_until(lambda: agent.run_count - ran >= many)
         workers[1].rpc_async("worker0", max, (1, 2), timeout=LIMIT).wait()
-        assert threading.active_count() - before < 40
+        # As many as may run at a time, not one for each response.
+        assert threading.active_count() - before < 128
         assert in_flight(workers[0], 2)[1] < 80 << 20
 
 

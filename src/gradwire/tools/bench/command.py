@@ -1,10 +1,11 @@
-"""The command: `gradwire bench [--rounds N] [--only WORD ...] [--start-up WORKERS] ...`."""
+"""The command: `gradwire bench [--rounds N] [--only WORD ...] [--start-up N] [--floods N] ...`."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 
 def main(given: Sequence[str]) -> int:
@@ -35,13 +36,27 @@ def main(given: Sequence[str]) -> int:
     add("--start-up", type=int, metavar="WORKERS",
         help="instead measure how a world of this many workers starts on this machine "
         "(default: off)")  # fmt: skip
+    add("--floods", type=int, metavar="COUNT",
+        help="instead measure how long calls take while a worker is flooded by this many "
+        "connections or requests, such as 10000 (default: off)")  # fmt: skip
     arguments = parser.parse_args(given)
-    if arguments.start_up is not None:
-        if arguments.start_up < 2:
-            parser.error(f"--start-up {arguments.start_up}: at least 2")
+    return _measure(arguments, parser.error)
+
+
+def _measure(chosen: argparse.Namespace, refuse: Callable[[str], NoReturn]) -> int:
+    """Run the benchmark that was chosen. They import torch, and help need not wait for it."""
+    if chosen.start_up is not None:
+        if chosen.start_up < 2:
+            refuse(f"--start-up {chosen.start_up}: at least 2")
         from .start_up import report
 
-        return report(arguments.start_up, arguments.json)
-    from .comparison import compare  # imports torch, and help need not wait for it
+        return report(chosen.start_up, chosen.json)
+    if chosen.floods is not None:
+        if chosen.floods < 1:
+            refuse(f"--floods {chosen.floods}: at least 1")
+        from .floods import report as report_floods
 
-    return compare(arguments, parser.error)
+        return report_floods(chosen.floods, chosen.json)
+    from .comparison import compare
+
+    return compare(chosen, refuse)
