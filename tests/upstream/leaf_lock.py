@@ -1,4 +1,4 @@
-"""torch 2.13 deadlocks if two threads use one leaf, one of them in a Python Function.
+"""torch 2.13 and 2.15 deadlock if two threads use one leaf, one of them in a Python Function.
 
     python tests/upstream/leaf_lock.py        freezes, mostly within a second
     python tests/upstream/leaf_lock.py held   does not: see below
