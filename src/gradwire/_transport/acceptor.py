@@ -43,7 +43,7 @@ Welcome = Callable[[Hello, Any], None]
 
 
 class Acceptor:
-    """Lets in who knows the key. `welcome` takes an authenticated connection."""
+    """Admits peers that know the key. `welcome` takes an authenticated connection."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Acceptor:
         return f"<Acceptor: {len(self._strangers)} to be authenticated>"
 
     def take(self, sock: socket.socket) -> None:
-        """Someone connects."""
+        """A peer connects."""
         stranger = _Stranger(self, sock)
         with self._lock:
             if self._closed:
@@ -94,7 +94,7 @@ class Acceptor:
         return Verdict.CLOSING if self._closed else Verdict.WELCOME
 
     def take_out(self, stranger: _Stranger) -> bool:
-        """End its stay; whether it was not over before."""
+        """Remove it; whether it was still there."""
         with self._lock:
             was_here = stranger in self._strangers
             self._strangers.pop(stranger, None)
@@ -105,7 +105,7 @@ class Acceptor:
             self._refuse(stranger, why)
 
     def close(self) -> None:
-        """Shut everyone out."""
+        """Close all unauthenticated connections."""
         with self._lock:
             self._closed = True
             strangers, self._strangers = self._strangers, {}
@@ -113,7 +113,7 @@ class Acceptor:
             stranger.close()
 
     def _make_place(self, newcomer: _Stranger) -> _Stranger | None:
-        """Who has to go for the next one, if all places are taken."""
+        """Which connection to drop for the next one, if the limit is reached."""
         crowd = [one for one in self._strangers if one.origin == newcomer.origin]
         if newcomer.is_local or len(crowd) < self._places_of_one:
             crowd = list(self._strangers)
@@ -144,7 +144,7 @@ class Acceptor:
 
 
 class _Stranger:
-    """A connection on its way in: watched for its hello, then for its proof."""
+    """An unauthenticated connection: watched for its hello, then for its proof."""
 
     def __init__(self, acceptor: Acceptor, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -168,7 +168,7 @@ class _Stranger:
         return self._sock.fileno()
 
     def begin(self) -> None:
-        """Look who it is, and whether the connection has to use TLS."""
+        """Check the peer's user, and whether the connection has to use TLS."""
         credentials = self._acceptor.credentials
         try:
             if self.is_local:
@@ -185,7 +185,7 @@ class _Stranger:
             self.ready()
 
     def ready(self) -> None:
-        """Something came. Called by one thread at a time."""
+        """Data has arrived. Called by one thread at a time."""
         try:
             if self._awaits_tls:
                 self._awaits_tls = False
@@ -225,7 +225,7 @@ class _Stranger:
         self._sock.close()
 
     def _read(self, size: int) -> bytes:
-        """So many bytes; BlockingIOError while they are not all there."""
+        """That many bytes; BlockingIOError until all of them have arrived."""
         while len(self._data) < size:
             more = self._sock.recv(size - len(self._data))
             if not more:
@@ -308,7 +308,7 @@ class _Refusals:
 
 
 def _origin(sock: socket.socket) -> str:
-    """Where a connection comes from, for people."""
+    """Where a connection comes from, for messages to people."""
     if sock.family == socket.AF_UNIX:
         return "a Unix socket"
     try:

@@ -1,7 +1,7 @@
-"""Where a worker listens, and what it tells others about it.
+"""The address a worker listens on, and the one it publishes.
 
-By default a worker can be reached from this machine only. It listens on another interface when
-told to (`Options.bind`), or when the rendezvous is on another machine: then on the interface that
+By default a worker can be reached only from this machine. It listens on another interface if
+told to (`Options.bind`), or if the rendezvous is on another machine: then on the interface that
 leads there.
 """
 
@@ -30,7 +30,7 @@ def host_identity() -> str:
 
 
 def way_to(host: str) -> str:
-    """This machine's address on the way to `host`; loopback if it is this machine."""
+    """This machine's address on the route to `host`; loopback if that is this machine."""
     for family, _, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM):
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             try:
@@ -56,7 +56,7 @@ def listen_tcp(address: str, ports: tuple[int, int] | None) -> socket.socket:
     """A listening socket on one of the ports.
 
     Raises:
-        OSError: none of them is free, or the address is not of this machine.
+        OSError: none of them is free, or the address is not one of this machine's.
     """
     found = socket.getaddrinfo(address, None, type=socket.SOCK_STREAM)
     family, where = found[0][0], str(found[0][4][0])
@@ -81,7 +81,7 @@ def listen_tcp(address: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def advertised(listener: socket.socket, options: Options) -> tuple[str, int]:
-    """The address others should use."""
+    """The address to publish."""
     host, port = listener.getsockname()[:2]
     if options.advertise is not None:
         host = options.advertise

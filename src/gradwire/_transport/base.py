@@ -1,12 +1,12 @@
-"""What a transport offers, and what it asks of the layer above.
+"""What a transport offers, and what it needs from the layer above.
 
-A transport moves requests to workers it knows by their cards, and responses back. A request has a
-number that no other request of its sender has. There are two ways to send one: `exchange` it, and
-the calling thread waits for the response; or `post` it, and the response comes in later through
+A transport moves requests to workers that it knows by their cards, and responses back. The number
+of a request is unique to its sender. There are two ways to send one: `exchange`, in which the
+calling thread waits for the response; or `post`, after which the response is delivered through
 `Receiver.complete`.
 
-Whoever waits for the response to a posted request calls `attend`, so that the waiting thread can do
-the reading. Nothing is lost if nobody does: transports also read by themselves.
+A thread that waits for the response to a posted request calls `attend`, so that it can do the
+reading. If no thread does, nothing is lost: transports also read by themselves.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class NotConnected(TimeoutError):
 
 
 def check_wait(deadline: float | None, is_over: IsOver | None) -> float | None:
-    """Until when to sleep, and then to check again; None: until woken.
+    """Until when to sleep before checking again; None: until woken.
 
     Raises:
-        TimeoutError: there is no reason to wait any more.
+        TimeoutError: there is no reason to wait any longer.
     """
     if deadline is None and is_over is None:
         return None
@@ -54,7 +54,7 @@ def check_wait(deadline: float | None, is_over: IsOver | None) -> float | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What a worker tells the others about itself."""
+    """What a worker publishes about itself."""
 
     name: str
     id: int
@@ -125,13 +125,13 @@ Respond = Callable[[Parcel], None]
 
 
 class Receiver(Protocol):
-    """What the layer above does with what arrives. Called on any thread."""
+    """What the layer above does with arriving messages. Called on any thread."""
 
     def serve(self, sender: int, frame: Frame, respond: Respond) -> None:
-        """Run a request. May take its time; responds once, now or later, or never to a repeat.
+        """Run a request. May block; responds once, now or later, or never to a duplicate.
 
         Raises:
-            ProtocolError: the sender is not one to be served.
+            ProtocolError: the sender must not be served.
         """
 
     def knows(self, worker: int) -> bool:
@@ -141,7 +141,7 @@ class Receiver(Protocol):
         """The name of a worker in the world. May ask the store."""
 
     def refused(self, origin: str, reason: str) -> None:
-        """Somebody was not let in."""
+        """A peer was refused."""
 
     def complete(self, sender: int, frame: Frame) -> None:
         """Complete a posted request, whose number the frame has. May run user callbacks."""
@@ -154,7 +154,7 @@ class Receiver(Protocol):
 
 
 class Answer(Protocol):
-    """What someone waits for."""
+    """What a thread waits for."""
 
     def done(self) -> bool: ...
 
@@ -169,16 +169,16 @@ class Transport(Protocol):
     def traffic(self) -> Traffic: ...
 
     def links(self) -> dict[int, str]:
-        """How the workers that we call are reached, for people."""
+        """The transport to each worker that this one calls, for messages to people."""
 
     def card(self, name: str, number: int, main: str) -> Card:
         """The card of the worker that this transport serves."""
 
     def start(self, me: int, keys: Keys, receiver: Receiver) -> None:
-        """Begin to receive, as worker `me`, from those who know a key."""
+        """Begin to receive, as worker `me`, from peers that know a key."""
 
     def share_host(self, workers: int) -> None:
-        """So many workers are on this host, this one included."""
+        """That many workers are on this host, including this one."""
 
     def post(
         self, to: Card, call: int, parcel: Parcel, deadline: float | None = None
@@ -200,24 +200,24 @@ class Transport(Protocol):
         deadline: float | None,
         is_over: IsOver | None = None,
     ) -> Frame:
-        """Send a request, also to this worker itself, and wait for the response.
+        """Send a request, possibly to this worker itself, and wait for the response.
 
         Raises:
-            WorkerLostError: it cannot be reached, or went away meanwhile.
-            TimeoutError: no response in time; or it `is_over`, which is asked now and then: the
-                response is not wanted any more.
+            WorkerLostError: it cannot be reached, or was lost meanwhile.
+            TimeoutError: no response in time; or `is_over`, which is polled now and then, says that
+                the response is no longer wanted.
         """
 
     def attend(
         self, to: int, call: int, answer: Answer, deadline: float | None
     ) -> None:
-        """Wait, reading what comes from `to`, until the answer or the deadline is there."""
+        """Wait until the answer or the deadline, reading what arrives from `to`."""
 
     def watch(self, to: Card) -> None:
-        """Have the loss of a worker noticed from now on, also if nobody speaks to it."""
+        """Detect the loss of a worker from now on, even without traffic."""
 
     def forget(self, worker: int) -> None:
-        """Close what is open to a worker that is lost or has left."""
+        """Close all connections to a worker that is lost or has left."""
 
     def close(self) -> None:
         """Say goodbye to all and stop."""

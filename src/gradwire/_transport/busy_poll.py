@@ -1,15 +1,15 @@
 """Polling for a short while before going to sleep.
 
-To be woken costs more than a small call itself, so whoever waits for a socket may first look at it
-again and again. But polling takes a core, and the GIL with each look. So it is done only where it
-is likely to succeed and to harm nobody:
+A wake-up costs more than a small call itself, so a thread that waits for a socket may poll it
+first. But polling occupies a core, and the GIL at each poll. So it is done only where it is likely
+to succeed and does no harm:
 
-* where the last wait in the same place was shorter than polling may take; and one time in a few
-  where it was not, because waits are longer where nobody polls: two workers that have once gone
-  to sleep would go on with that;
+* where the last wait in the same place was shorter than the polling limit; and one time in a few
+  where it was not, because waits are longer when nobody polls: otherwise two workers that have once
+  gone to sleep would keep doing so;
 * by one thread of a worker at a time;
-* for less long where the workers of this host outnumber its cores: the one waited for may need the
-  core. What a loop of small calls waits for still comes in time.
+* for a shorter time where the workers of this host outnumber its cores: the worker waited for may
+  need the core. The responses of a loop of small calls still arrive in time.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROBE = 8  # long waits until one is polled for anyway
 
 
 class BusyPoll:
-    """How long a worker polls, and whether one of its threads does."""
+    """How long a worker polls, and whether one of its threads is polling."""
 
     __slots__ = ("_busy", "_long", "_seconds", "seconds")
 
@@ -38,7 +38,7 @@ class BusyPoll:
         self._long = 0  # waits that took long
 
     def found(self, look: Callable[[], T], last_wait: float) -> T | None:
-        """What `look` finds within that time, where the last wait took so long; else None."""
+        """What `look` returns within the limit, given the last wait; otherwise None."""
         if self._busy or not self.seconds:
             return None
         if last_wait >= self.seconds:

@@ -1,13 +1,13 @@
-"""What a cluster's scheduler tells a process in its environment, in the words of `env://`. Pure.
+"""What a cluster's scheduler puts into the environment, translated to that of `env://`. Pure.
 
 torchrun, `gradwire launch` and Kubeflow's PyTorchJob set `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and
-`MASTER_PORT` themselves. Others say the same in words of their own, which are translated here.
-What is set in torch's words always wins, variable by variable; and where there is a `RANK`, no
-scheduler is asked, since then a launcher stands between it and this process.
+`MASTER_PORT` themselves. Others have variables of their own, which are translated here. Torch's
+variables always take precedence, one by one; and where there is a `RANK`, no scheduler is asked,
+since then a launcher stands between it and this process.
 
-A scheduler hands out no ports. Of several worlds at a time on one machine each needs its own: it
-is derived from the number of the job, which all of its processes know, and lies below the ports
-that Linux gives to outgoing connections.
+A scheduler assigns no ports. Concurrent worlds on one machine each need their own: the port is
+derived from the job's number, which all of its processes know, and is below the range that Linux
+uses for outgoing connections.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def cluster_place(env: Environment) -> ClusterPlace:
 
 
 def _slurm(env: Environment) -> ClusterPlace | None:
-    """A task of `srun`. What runs in a batch script itself is none, nor is a user's shell."""
+    """A task of `srun`. A batch script itself is not one, nor is a user's shell."""
     if "SLURM_STEP_ID" not in env or env.get("SLURM_JOB_NAME") in _SHELLS:
         return None
     nodes = list(host_names(env["SLURM_STEP_NODELIST"]))
@@ -66,7 +66,7 @@ def _slurm(env: Environment) -> ClusterPlace | None:
 
 
 def _open_mpi(env: Environment) -> ClusterPlace | None:
-    """A process of `mpirun`, which says where rank 0 is only if all are on one machine."""
+    """A process of `mpirun`, which tells where rank 0 is only if all are on one machine."""
     if "OMPI_COMM_WORLD_RANK" not in env:
         return None
     size = env["OMPI_COMM_WORLD_SIZE"]
@@ -100,7 +100,7 @@ def _kubeflow_trainer(env: Environment) -> ClusterPlace | None:
 
 
 def _kubernetes(env: Environment) -> ClusterPlace | None:
-    """A pod of an Indexed Job, also in a JobSet: it is told its number, the rest is the user's.
+    """A pod of an Indexed Job, also in a JobSet: its index is given, the user sets the rest.
 
     Without a `WORLD_SIZE` the world is elastic, as everywhere.
     """
@@ -128,7 +128,7 @@ def host_names(text: str) -> Iterator[str]:
 
 
 def _expand(pattern: str) -> Iterator[str]:
-    """The names that one pattern stands for; the last brackets change first."""
+    """The names that a pattern stands for; the last brackets vary fastest."""
     found = re.fullmatch(r"([^\[]*)\[([^\]]*)\](.*)", pattern)
     if found is None:
         yield pattern

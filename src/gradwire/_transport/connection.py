@@ -102,16 +102,16 @@ class Connection:
 
     @property
     def alive_at(self) -> float:
-        """When the other end last showed that it is there: spoke, or took what we send."""
+        """When the other end last showed a sign of life: sent something, or took what we sent."""
         return max(self.heard_at, self.framed.drained_at)
 
     @property
     def said_goodbye(self) -> bool:
-        """Whether the other worker leaves, so that the end is no loss."""
+        """Whether the other worker is leaving, so that the end is not a loss."""
         return self.framed.reader.said_goodbye
 
     def watch(self) -> None:
-        """Have the poller say when something comes."""
+        """Make the poller report arriving data."""
         with self._lock:  # not while `end` drops it
             if not self.has_ended:
                 self._endpoint.poller.watch(self)
@@ -132,7 +132,7 @@ class Connection:
             raise ConnectionResetError("connection closed")
 
     def note(self, kind: int) -> None:
-        """Say something without a body, unless the connection is over. Never waits for room."""
+        """Send a frame without a body, unless the connection is over. Never blocks."""
         try:
             if not self.queue.note(note(kind)):
                 self._start_timer()
@@ -140,7 +140,7 @@ class Connection:
             pass  # whoever reads will notice
 
     def _start_timer(self) -> None:
-        """See to it that what was held back goes out soon, and that someone reads."""
+        """Make sure that deferred frames are sent soon, and that a thread reads."""
         if self._timer is None:
             self._timer = self._answered
             self._endpoint.executor.call_at(time.monotonic() + _HOLD, self._time_is_up)
@@ -165,11 +165,11 @@ class Connection:
         deadline: float | None,
         is_over: IsOver | None,
     ) -> Frame:
-        """Send a request and wait for its response. Who is interrupted has to `abandon` it.
+        """Send a request and wait for its response. If interrupted, `abandon` it.
 
         Raises:
-            TimeoutError: not in time, or it is over.
-            EOFError, OSError, ProtocolError: the connection is of no more use.
+            TimeoutError: not in time, or no longer wanted.
+            EOFError, OSError, ProtocolError: the connection is unusable.
         """
         self.framed.write(call, parcel, deadline)
         self.is_owed = True
@@ -194,14 +194,14 @@ class Connection:
         return frames.popleft()
 
     def abandon(self) -> None:
-        """Nobody waits for the response any more. Ends when that has come, or at once."""
+        """No thread waits for the response any more. Ends once it has arrived, or now."""
         if self.is_owed:
             self.watch()
         else:
             self.end(None)
 
     def _discard_response(self) -> None:
-        """Read what an abandoned connection still brings."""
+        """Read and drop what arrives on an abandoned connection."""
         frames = self.framed.reader.frames
         try:
             self.framed.pull()
@@ -216,7 +216,7 @@ class Connection:
     # Posted requests on a shared connection, and waiting for their responses
 
     def post(self, call: int, parcel: Parcel) -> None:
-        """Send a request; held back a moment if many are in flight.
+        """Send a request; deferred for a moment if many are in flight.
 
         Raises:
             OSError: the connection is over.
@@ -258,7 +258,7 @@ class Connection:
         return exchange.frame
 
     def attend(self, call: int, answer: Answer, deadline: float | None) -> None:
-        """Wait for the response to a request, reading if nobody else does."""
+        """Wait for the response to a request, reading unless another thread does."""
         role, bell = self._role, Bell()
         self.queue.try_flush()
         if not self.use():
@@ -308,7 +308,7 @@ class Connection:
         self.stop_using()
 
     def _hand_over(self, next_reader: Bell | None) -> None:
-        """The role is free: a sleeping waiter takes it, or else the poller."""
+        """The role is free: a sleeping waiter takes it, otherwise the poller."""
         if next_reader is not None:
             next_reader.ring()
             return
@@ -317,7 +317,7 @@ class Connection:
                 self._endpoint.poller.watch(self)
 
     def _read(self, deadline: float | None, answer: Answer) -> None:
-        """With the role: take in what comes."""
+        """With the role: read and deliver what arrives."""
         try:
             if not answer.done():
                 self._read_now(deadline)
@@ -381,7 +381,7 @@ class Connection:
             self.stop_using()
 
     def ready(self) -> None:
-        """The poller says that something came."""
+        """Called by the poller: data has arrived."""
         if not self.use():
             return
         try:
@@ -439,7 +439,7 @@ class Connection:
             self.end(error)
 
     def respond(self, call: int, charge: Charge, parcel: Parcel) -> None:
-        """Send the response to a request. Quietly nothing, if the connection is over."""
+        """Send the response to a request. Does nothing if the connection is over."""
         try:
             if self._is_leased:
                 with self.queue.lock:
@@ -465,7 +465,7 @@ class Connection:
                 self.note(PONG)
 
     def end(self, why: BaseException | None) -> None:
-        """It is over. Whoever uses it finds out; responses that have come are delivered."""
+        """It is over. Its users find out; responses that have arrived are delivered."""
         with self._lock:
             if self.has_ended:
                 return
@@ -479,7 +479,7 @@ class Connection:
         self._fail_rest(why)
 
     def _fail_rest(self, why: BaseException | None) -> None:
-        """Fail what waits, when the responses that have come are delivered. Once."""
+        """Fail what still waits, once the arrived responses are delivered. Runs once."""
         if self._role.unopened and not self._is_leased:
             # A user's callback may keep this thread: then another goes on.
             another = partial(self._fail_rest, why)

@@ -1,9 +1,9 @@
 """All connections from one worker to another, at either end.
 
-The worker that wants to call opens them: first a shared one, whose end is the end of all; then
-leased ones as threads call at the same time; and between processes of one host a Unix socket for
-the descriptors of shared memory. Callers beyond `_MOST_LEASED` at a time use the shared connection,
-too. A goodbye before the end makes the difference between a worker that left and one that was lost.
+The caller opens them: first a shared one, whose end is the end of all; then leased ones for threads
+that call concurrently; and between processes of one host a Unix socket that passes the descriptors
+of shared memory. Callers beyond `_MOST_LEASED` at a time also use the shared connection. A goodbye
+before the end distinguishes a worker that left from one that was lost.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Ended = Callable[["Connections", "str | None"], None]
 
 
 class Connections:
-    """What both ends have. The end of the shared connection is the end of all."""
+    """What both ends have in common. The end of the shared connection is the end of all."""
 
     is_remote = False
     """Whether they could break without either kernel noticing."""
@@ -59,11 +59,11 @@ class Connections:
 
     @property
     def was_used(self) -> bool:
-        """Whether their end is the end of the other worker."""
+        """Whether their end means the end of the other worker."""
         return True
 
     def tick(self) -> None:
-        """Now and then: free what is not used."""
+        """Periodically: free what is idle."""
         if self._pool is not None:
             self._pool.trim(_MEMORY_IDLE)
 
@@ -154,7 +154,7 @@ class OutgoingConnections(Connections):
         )
 
     def describe(self) -> str:
-        """How they are made, for people."""
+        """The transport, for messages to people."""
         if self.is_remote:
             return "TCP, TLS" if self._dialer.by_tls else "TCP"
         return "Unix sockets" + (", shared memory" if self._pool is not None else "")
@@ -206,7 +206,7 @@ class OutgoingConnections(Connections):
                 return frame
 
     def _abandon(self, connection: Connection) -> None:
-        """This thread waits no more for the response."""
+        """This thread no longer waits for the response."""
         connection.abandon()
         connection.stop_using()
 
@@ -214,7 +214,7 @@ class OutgoingConnections(Connections):
         return WorkerLostError(self._to.name, self._reason or describe_end(error))
 
     def _lease(self, deadline: float | None) -> Connection | None:
-        """A connection for one call; None: there can be no more for now."""
+        """A connection for one call; None if there can be no more now."""
         while self._idle:
             try:
                 connection = self._idle.pop()  # the one used last: its thread is awake
@@ -239,7 +239,7 @@ class OutgoingConnections(Connections):
                 self._opening -= 1
 
     def tick(self) -> None:
-        """Now and then: close what is not used."""
+        """Periodically: close idle ones."""
         limit = time.monotonic() - _LEASE_IDLE
         for connection in self._idle[:-1]:
             if connection.idle_since < limit:
@@ -284,7 +284,7 @@ class OutgoingConnections(Connections):
 
 
 class IncomingConnections(Connections):
-    """The acceptor's end. All of one peer have a quota together."""
+    """The acceptor's end. All connections of a peer share one quota."""
 
     _quota: Quota
 
@@ -305,7 +305,7 @@ class IncomingConnections(Connections):
 
     @property
     def was_used(self) -> bool:
-        """Whether anything came. If not, who opened them may have given up half-way."""
+        """Whether anything arrived. If not, the peer may have given up half-way."""
         return self.shared is not None and self.shared.heard_at != self._silent_since
 
     def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
@@ -314,10 +314,10 @@ class IncomingConnections(Connections):
             self._end()  # of one who did not begin with the shared one, as ours do
 
     def accept(self, purpose: Purpose, sock: Stream) -> None:
-        """Take in an authenticated connection.
+        """Add an authenticated connection.
 
         Raises:
-            ProtocolError: there is one of its kind already, or all are ended.
+            ProtocolError: there already is one of its kind, or all have ended.
         """
         with self._lock:
             if self._closed:

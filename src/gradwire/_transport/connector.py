@@ -1,13 +1,13 @@
 """Making connections from one worker to another, with both ends authenticated.
 
-A dialer belongs to a link. It tries the Unix socket first where both are on one host, falls back to
-TCP, and stays with what worked.
+A dialer belongs to a link. It tries the Unix socket first if both are on one host, falls back to
+TCP, and keeps what worked.
 
-What goes wrong for a passing reason is tried again, with backoff, until the deadline of the call:
-this process has no descriptors left, the other one's backlog is full, it closed the connection
-because too many were waiting. That is no loss of the worker. It is lost if the system says that
-nobody listens there, or if nothing is heard of it for as long as on a connection that exists
-(`Options.heartbeat`, `Options.host_heartbeat`).
+Transient failures are retried, with backoff, until the deadline of the call: this process has no
+descriptors left, the other one's backlog is full, it closed the connection because it had too
+many. That is not a loss of the worker. It is lost if the system reports that no process listens
+there, or after as long a silence as on an existing connection (`Options.heartbeat`,
+`Options.host_heartbeat`).
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class Dialer:
         deadline: float | None,
         is_needless: Callable[[], bool] = _never,
     ) -> Stream:
-        """Try until it works, or is final (OSError)."""
+        """Try until it works, or fails for good (OSError)."""
         began = heard_at = time.monotonic()
         pause = _FIRST_PAUSE
         reason: OSError | None = None  # what was last heard, unless nothing ever was
@@ -148,7 +148,7 @@ class Dialer:
                 raise NotConnected(f"cannot connect ({reason})")
 
     def _raise_if_final(self, error: OSError, heard_at: float, elapsed: float) -> None:
-        """Unless it may be better the next time."""
+        """Raise unless a retry may succeed."""
         if not _is_silence(error):
             if not _is_passing(error, elapsed):
                 raise error
@@ -161,7 +161,7 @@ class Dialer:
     def _raise_if_late(
         self, reason: OSError, elapsed: float, deadline: float | None
     ) -> None:
-        """If there is no time for another attempt."""
+        """Raise if there is no time for another attempt."""
         text = f"cannot connect ({reason})"
         if deadline is not None and time.monotonic() >= deadline:
             raise NotConnected(text) from reason
@@ -175,7 +175,7 @@ class Dialer:
         return self._silence[0] if self.by_unix else self._silence[1]
 
     def _limit(self, heard_at: float, deadline: float | None) -> float:
-        """Until when an attempt may last."""
+        """The deadline of an attempt."""
         limit = time.monotonic() + _PATIENCE
         if self._longest_silence:
             limit = min(limit, heard_at + self._longest_silence)
@@ -233,7 +233,7 @@ class Dialer:
         return stream, prove(key, hello, answer)
 
     def _with_tls(self, sock: socket.socket, limit: float) -> socket.socket | TlsSocket:
-        """The connection, with TLS if it has to use that."""
+        """The connection, with TLS if required."""
         self.by_tls = self._credentials.needs_tls(sock)
         if not self.by_tls:
             return sock
@@ -255,13 +255,13 @@ class Dialer:
 
 
 def is_alive(credentials: Credentials, worker: Card, patience: float) -> bool | None:
-    """Whether a worker answers at its address; None if that cannot be told for now."""
+    """Whether a worker answers at its address; None if that cannot be determined now."""
     dialer = Dialer(credentials, worker, unix=False)
     return dialer.is_alive(time.monotonic() + patience)
 
 
 def describe_silence(seconds: float, *, is_remote: bool) -> str:
-    """Why a worker counts as lost that is silent."""
+    """Why a silent worker counts as lost."""
     text = f"nothing heard for {seconds:.1f} s"
     if is_remote:
         return text
@@ -269,12 +269,12 @@ def describe_silence(seconds: float, *, is_remote: bool) -> str:
 
 
 def _is_silence(error: OSError) -> bool:
-    """Whether nothing was heard of the other side, not even that it refuses."""
+    """Whether nothing was heard from the other side, not even a refusal."""
     return isinstance(error, TimeoutError) or error.errno in _NO_ANSWER
 
 
 def _is_passing(error: OSError, elapsed: float) -> bool:
-    """Whether it may be better the next time."""
+    """Whether the failure is transient."""
     if isinstance(error, ConnectionRefusedError):
         return elapsed < _REFUSED
     if isinstance(error, socket.gaierror):
@@ -288,10 +288,10 @@ def _left(limit: float) -> float:
 
 
 def receive_exactly(sock: socket.socket | TlsSocket, size: int, limit: float) -> bytes:
-    """That many bytes, however slowly they come, before the limit.
+    """That many bytes, however slowly they arrive, before the limit.
 
     Raises:
-        OSError: they did not come.
+        OSError: they did not arrive.
     """
     data = b""
     while len(data) < size:

@@ -1,12 +1,12 @@
-"""How a worker proves who it is: by the world's key, and to other machines with a certificate, too.
+"""How a worker authenticates: with the world's key, and to other machines also with a certificate.
 
-TLS is of version 1.3, and both ends have a certificate with the worker's name. These are the user's
-(`Options.tls_ca`, `tls_cert`, `tls_key`), looked at for every connection, so that they can be
-replaced under way. Or they are the world's own: its authority has a private key that is made of the
-world's key, so every worker knows it, and issues itself a certificate that is valid for a day. No
-files to manage, and nothing to revoke.
+TLS is version 1.3, and both ends have a certificate with the worker's name. These are either the
+user's (`Options.tls_ca`, `tls_cert`, `tls_key`), read again for every connection, so that they can
+be replaced while workers run; or the world's own: the private key of its authority is derived from
+the world's key, so every worker knows it, and issues itself a certificate that is valid for a day.
+No files to manage, and nothing to revoke.
 
-What does not leave the machine is not encrypted: who could read it could read our memory as well.
+Traffic within the machine is not encrypted: anyone who could read it could read our memory as well.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LACKS = (
 
 
 class Credentials:
-    """Those of one worker."""
+    """The credentials of one worker."""
 
     def __init__(self, options: Options, me: int, name: str, keys: Keys) -> None:
         self.me = me
@@ -46,17 +46,17 @@ class Credentials:
 
     @property
     def key(self) -> bytes:
-        """The one to use."""
+        """The key to use."""
         return self.keys()[0]
 
     def needs_tls(self, sock: socket.socket) -> bool:
-        """Whether a connection has to use TLS. Both ends come to the same answer."""
+        """Whether a connection has to use TLS. Both ends reach the same conclusion."""
         if sock.family == socket.AF_UNIX:
             return False
         return leaves_machine(sock) if self._wanted is None else self._wanted
 
     def with_tls(self, sock: socket.socket, *, accepts: bool) -> TlsSocket:
-        """TLS around a connection, before anything was said.
+        """TLS around a connection, before anything is sent.
 
         Raises:
             GradwireError: there can be no certificate.
@@ -65,7 +65,7 @@ class Credentials:
             return TlsSocket(sock, self._context(accepts))
 
     def _context(self, accepts: bool) -> ssl.SSLContext:
-        """One with the certificates as they are now."""
+        """A TLS context with the current certificates."""
         state = self._state()
         known = self._contexts.get(accepts)
         if known is None or known[0] != state:
@@ -73,7 +73,7 @@ class Credentials:
         return known[1]
 
     def _state(self) -> object:
-        """Changes when the certificates do."""
+        """Changes whenever the certificates do."""
         paths = [path for path in self._files if path]
         if not paths:
             return time.monotonic() // _RENEW, self.keys()

@@ -1,4 +1,4 @@
-"""What all connections of a worker use, and how they end."""
+"""What all connections of a worker share, and how they end."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ BROKEN = (EOFError, OSError, ProtocolError)
 
 @dataclass(slots=True)
 class Endpoint:
-    """What all connections of a worker use."""
+    """What all connections of a worker share."""
 
     credentials: Credentials
     executor: Executor
@@ -53,7 +53,7 @@ class Endpoint:
 
 
 def describe_end(error: BaseException) -> str:
-    """Why a connection ended, for people."""
+    """Why a connection ended, for messages to people."""
     if isinstance(error, ProtocolError):
         return f"connection closed, {error}"
     text = str(error) or type(error).__name__

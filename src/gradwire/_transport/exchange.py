@@ -1,4 +1,4 @@
-"""A thread that waits for the response to one request, where another thread may take it in."""
+"""A thread that waits for the response to one request, which another thread may read."""
 
 from __future__ import annotations
 

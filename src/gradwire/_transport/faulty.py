@@ -1,8 +1,8 @@
-"""A transport that misbehaves on purpose, by a seed: for tests of everything above.
+"""A transport that injects faults, chosen by a seed: for tests of everything above.
 
-Wraps another transport. Requests and responses may be dropped, repeated, delayed (and so
-overtaken), or the connection cut. Nothing is changed on arrival, so give every worker of a world
-its own.
+Wraps another transport. Requests and responses may be dropped, duplicated, delayed (and so
+reordered), or the connection cut. It acts only on what its worker sends, so give every worker of a
+world its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .keys import Keys
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
-    """How likely each fault is for a parcel, and how long a delay may be."""
+    """The probability of each fault, and the longest delay."""
 
     drop: float = 0.0
     repeat: float = 0.0
@@ -41,7 +41,7 @@ class Faults:
 
 
 class WrappedTransport:
-    """Another transport: passes everything on. For those that change a part of it."""
+    """Delegates everything to another transport. A base for those that change a part of it."""
 
     def __init__(self, inner: Transport, executor: Executor) -> None:
         self._inner = inner
@@ -103,7 +103,7 @@ class WrappedTransport:
 
 @dataclass(slots=True)
 class _Fate:
-    """What becomes of one parcel."""
+    """What happens to one parcel."""
 
     is_cut: bool = False
     is_dropped: bool = False
@@ -168,7 +168,7 @@ class FaultyTransport(WrappedTransport):
             self._ended.notify_all()
 
     def send(self, to: int, parcel: Parcel, send: Callable[[], None]) -> None:
-        """Send a parcel as its fate will have it."""
+        """Send a parcel according to its fate."""
         fate = self._fate(to, parcel.kind)
         if fate.is_cut:
             self._cut(to)
@@ -180,7 +180,7 @@ class FaultyTransport(WrappedTransport):
                     send()
 
     def hear_end(self, worker: int, reason: str) -> None:
-        """A worker is gone: nobody is to wait for it in vain."""
+        """A worker is gone: release whoever waits for it."""
         with self._ended:
             self._gone[worker] = reason
             self._ended.notify_all()
@@ -231,7 +231,7 @@ class FaultyTransport(WrappedTransport):
 
 
 class _FaultyReceiver:
-    """The layer above, whose responses meet with faults."""
+    """The layer above, with faults in its responses."""
 
     def __init__(self, transport: FaultyTransport, receiver: Receiver) -> None:
         self._transport = transport

@@ -1,7 +1,7 @@
-"""Frames out of a socket, piece by piece as they come, and into it, whole.
+"""Reads frames from a socket incrementally, and writes whole frames into it.
 
-Bulk areas are received straight into the memory their tensors will live in, or lie in shared
-memory. Sockets here never block; who has to wait polls, with a deadline.
+Bulk areas are received directly into the memory that their tensors will use, or are in shared
+memory. Sockets here never block; a thread that has to wait polls, with a deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _PIECE = 4 << 20  # read at a time: larger ones gain nothing
 
 
 class Stream(Protocol):
-    """What is used of a socket here; one with TLS has it, too."""
+    """The part of a socket's interface that is used here; a TLS connection has it as well."""
 
     def fileno(self) -> int: ...
     def recv(self, size: int) -> bytes: ...
@@ -49,7 +49,7 @@ class Stream(Protocol):
 
 
 class FrameReader:
-    """Takes frames out of a socket as they come."""
+    """Reads frames from a socket as they arrive."""
 
     def __init__(
         self,
@@ -80,12 +80,12 @@ class FrameReader:
         self._unwanted = 0  # bytes to come of a long frame that is refused
 
     def pull(self) -> None:
-        """Read what is there, once; complete frames are added to `frames`.
+        """Read what has arrived, once; complete frames are added to `frames`.
 
         Raises:
-            BlockingIOError: nothing is there.
+            BlockingIOError: nothing has.
             EOFError, OSError: the connection is over.
-            ProtocolError: what came is no frame.
+            ProtocolError: malformed frame.
         """
         if self._long is not None:
             if self._unwanted:
@@ -124,7 +124,7 @@ class FrameReader:
         return len(self.frames) if self.quota is None else came
 
     def _take(self, data: bytes, at: int) -> int:
-        """One frame from `data`; the bytes used, or 0 if more have to come first."""
+        """One frame from `data`; the bytes used, or 0 if it is incomplete."""
         header: Header = HEADER.unpack_from(data, at)
         version, kind, encoding, length, call, scope, mark, bulk, segment, over = header
         if version != VERSION or length > self._most_body or bulk > self._most_bulk:
@@ -148,7 +148,7 @@ class FrameReader:
         return _HEADER + self._begin_long(header, memoryview(data)[start:])
 
     def _begin_long(self, header: Header, data: memoryview) -> int:
-        """Have the rest of this frame received straight to where it belongs."""
+        """Receive the rest of this frame directly to where it belongs."""
         _, _, _, length, _, _, _, bulk, segment, _ = header
         size = length if segment else length + bulk
         if self.quota is not None:
@@ -172,10 +172,10 @@ class FrameReader:
         return used
 
     def _account(self, frame: Frame, charge: Charge | None, size: int) -> None:
-        """Charge a request to its sender, or have it refused.
+        """Charge a request to its sender, or refuse it.
 
         Raises:
-            ProtocolError: so many are refused that the sender cannot be listening.
+            ProtocolError: so many were refused that the sender cannot be reading the responses.
         """
         quota = self.quota
         assert quota is not None
@@ -188,7 +188,7 @@ class FrameReader:
             raise ProtocolError(f"{quota.requests} requests of it are in flight")
 
     def _refuse_long(self, header: Header, size: int, here: int) -> int:
-        """Have all of this frame dropped as it comes."""
+        """Drop all of this frame as it arrives."""
         self._long = header, memoryview(b""), None
         self._unwanted = size - min(here, size)
         if not self._unwanted:
@@ -358,7 +358,7 @@ class FramedSocket:
             self._write_buffers(deque([memoryview(data)[sent:]]), deadline)
 
     def write_now(self, data: bytes) -> int:
-        """Send what there is room for; how much that is. The rest has to follow."""
+        """Send as much as fits without blocking; how much that is. The rest must follow."""
         try:
             sent = self._send(data)
         except BlockingIOError:
@@ -387,20 +387,20 @@ class FramedSocket:
                 buffers[0] = buffers[0][sent:]
 
     def hang_up(self) -> None:
-        """End the connection; whoever waits on it wakes up."""
+        """Shut the connection down, which wakes all threads that wait on it."""
         try:
             self.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # it is over already
 
     def close(self) -> None:
-        """Hang up, and free the descriptor. Only when nobody uses it."""
+        """Hang up, and free the descriptor. Only when no thread uses it."""
         self.hang_up()
         self.sock.close()
 
 
 def _in_stream(call: int, parcel: Parcel) -> deque[memoryview]:
-    """Header, body and the bulk area, with the gaps between its pieces."""
+    """Header, body and bulk area, with the gaps between its pieces."""
     buffers = deque([memoryview(parcel.header(call) + parcel.body)])
     at = 0
     for offset, tensor in parcel.bulk:

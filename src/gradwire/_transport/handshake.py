@@ -44,7 +44,7 @@ class Purpose(IntEnum):
 
 
 class Verdict(IntEnum):
-    """What the acceptor thinks of a hello."""
+    """The acceptor's verdict on a hello."""
 
     WELCOME = 0
     WRONG_VERSION = 1
@@ -58,7 +58,7 @@ _DIFFERS = "one end uses TLS and the other does not: set tls (GRADWIRE_TLS) alik
 
 
 class TlsDiffersError(ProtocolError):
-    """One end of a connection uses TLS, and the other one does not."""
+    """One end of a connection uses TLS, the other does not."""
 
     def __init__(self, text: str = _DIFFERS) -> None:
         super().__init__(text)
@@ -119,7 +119,7 @@ def new_hello(
 
 
 def challenge(key: bytes, hello: bytes, verdict: Verdict) -> bytes:
-    """The acceptor's answer to a hello."""
+    """The acceptor's response to a hello."""
     head = _HEAD.pack(MAGIC, VERSION, verdict, 0, os.urandom(32))
     return head + _mac(key, b"acceptor", hello, head)
 
@@ -153,7 +153,7 @@ def prove(key: bytes, hello: bytes, answer: bytes) -> bytes:
 
 
 def check_proof(key: bytes, hello: bytes, answer: bytes, proof: bytes) -> None:
-    """Let the connector in.
+    """Verify the connector's proof.
 
     Raises:
         AuthenticationError: it does not know the key.

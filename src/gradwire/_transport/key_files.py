@@ -1,7 +1,7 @@
-"""What users give as the secrets of worlds, and files that hold them: for their owner only.
+"""Users' secrets of worlds, and the files that contain them: readable only by their owner.
 
-`gradwire key FILE` creates one. A user who gives no key has one that was made by itself: `own`, the
-same for all that this user runs on this machine. It stays on the machine.
+`gradwire key FILE` creates one. A user without one gets a generated one: `own`, shared by
+everything that this user runs on this machine. It never leaves the machine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def given(options: Options) -> tuple[bytes, ...]:
     """The user's keys, from the option or the file, the current one first; none by default.
 
     Raises:
-        ValueError: it is too short to protect anything, or others can read its file.
+        ValueError: one is too short to be secure, or others can read its file.
     """
     key = options.key
     if key is None:
@@ -35,7 +35,7 @@ def _check(key: bytes) -> bytes:
     """The key, if it is long enough.
 
     Raises:
-        ValueError: it is too short to protect anything.
+        ValueError: it is too short to be secure.
     """
     if len(key) < _LEAST:
         raise ValueError(
@@ -45,11 +45,11 @@ def _check(key: bytes) -> bytes:
 
 
 def read(path: str | Path) -> tuple[bytes, ...]:
-    """The keys in a file: one, or in a text one on each line, of which the first is used most.
+    """The keys in a file: one, or in a text file one per line, of which the first is current.
 
     Raises:
         OSError: it cannot be read.
-        ValueError: others may read it, or there is no key in it.
+        ValueError: others can read it, or it contains no key.
     """
     with open(path, "rb") as file:
         _check_access(str(path), os.fstat(file.fileno()))
@@ -59,7 +59,7 @@ def read(path: str | Path) -> tuple[bytes, ...]:
 
 
 def _check_access(path: str, found: os.stat_result) -> None:
-    """As libpq has it: nobody but its owner; if that is root, a group may read it, too."""
+    """As libpq does it: only the owner may read it; if that is root, also a group."""
     if found.st_uid not in (0, os.geteuid()):
         raise ValueError(f"the key file {path!r} belongs to another user")
     if found.st_mode & (0o037 if found.st_uid == 0 else 0o077):
@@ -71,10 +71,10 @@ def _check_access(path: str, found: os.stat_result) -> None:
 
 
 def create(path: str | Path) -> None:
-    """Write a new random key, for nobody else to read.
+    """Write a new random key, readable only by this user.
 
     Raises:
-        FileExistsError: there is such a file.
+        FileExistsError: the file exists.
     """
     file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with open(file, "w") as out:
@@ -82,7 +82,7 @@ def create(path: str | Path) -> None:
 
 
 def own() -> bytes:
-    """The key of this user on this machine; made, if this is its first use.
+    """The key of this user on this machine, created at its first use.
 
     Raises:
         GradwireError: its folder is not safe.

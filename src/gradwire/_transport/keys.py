@@ -36,30 +36,30 @@ another's place while workers run."""
 
 
 def id_of(key: bytes) -> int:
-    """What a hello names a key by."""
+    """The id of a key in a hello."""
     return int.from_bytes(hmac.digest(key, b"gradwire key", "sha256")[:4], "little")
 
 
 def named(keys: tuple[bytes, ...], key_id: int) -> bytes:
-    """The key that a hello names; the current one, if it is none of these."""
+    """The key with this id; the current one if there is none."""
     return next((key for key in keys if id_of(key) == key_id), keys[0])
 
 
 def digest(key: bytes) -> bytes:
-    """What tells keys apart and says nothing else of them."""
+    """Distinguishes keys without revealing them."""
     return hmac.digest(key, b"gradwire rendezvous", "sha256").hex().encode()
 
 
 def seal(key: bytes, data: bytes) -> bytes:
-    """A card for the store."""
+    """Authenticate a card for the store."""
     return _mac(key, data) + data
 
 
 def unseal(keys: tuple[bytes, ...], sealed: bytes) -> bytes:
-    """The card that someone who knows one of the keys has sealed.
+    """The card, if it was authenticated with one of the keys.
 
     Raises:
-        AuthenticationError: nobody has.
+        AuthenticationError: it was not.
     """
     data = sealed[_SIZE:]
     if not any(hmac.compare_digest(sealed[:_SIZE], _mac(key, data)) for key in keys):

@@ -1,4 +1,4 @@
-"""A socket that others connect to."""
+"""A listening socket."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TRY_AGAIN = 0.1  # seconds after which to accept again, when the system would n
 
 
 class Listener:
-    """A listening socket in the poller's care."""
+    """A listening socket, watched by the poller."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
-"""The transport inside one process: a whole world in one test, and what a worker asks itself.
+"""The transport within one process: a whole world in one test, and a worker's requests to itself.
 
-Parcels are turned into the frames the other side would get, with their own copy of all bytes, and
-delivered on the receiver's executor: in order, or in an order chosen by a seed.
+Parcels are converted to the frames that the other side would get, with their own copy of all bytes,
+and delivered on the receiver's executor: in order, or in an order chosen by a seed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ log = logging.getLogger("gradwire")
 
 
 class LoopbackNetwork:
-    """Connects the workers of one process. With a seed, messages overtake each other."""
+    """Connects the workers of one process. With a seed, messages are reordered."""
 
     def __init__(self, seed: int | None = None) -> None:
         self.random = None if seed is None else random.Random(seed)
@@ -39,7 +39,7 @@ class LoopbackNetwork:
 
 
 class _Message(NamedTuple):
-    """A frame on its way."""
+    """A frame in flight."""
 
     sender: int
     frame: Frame
@@ -47,7 +47,7 @@ class _Message(NamedTuple):
 
 
 class LoopbackTransport:
-    """One worker's place in the network."""
+    """One worker's end of the network."""
 
     def __init__(self, network: LoopbackNetwork, executor: Executor) -> None:
         self.traffic = Traffic()
@@ -113,7 +113,7 @@ class LoopbackTransport:
         """There is nothing to read: what comes is delivered by the executor."""
 
     def watch(self, to: Card) -> None:
-        """It is noticed anyway."""
+        """Losses are always noticed here."""
 
     def forget(self, worker: int) -> None:
         """As the end of a connection would be noticed at its other end, so is this."""
@@ -127,12 +127,12 @@ class LoopbackTransport:
             other.hear_leaving(self.me)
 
     def kill(self) -> None:
-        """Vanish without a goodbye, as a killed process would."""
+        """Vanish without a goodbye, like a killed process."""
         for other in self._leave():
             other.hear_loss(self.me, "it was killed")
 
     def put(self, message: _Message) -> None:
-        """Have a message delivered."""
+        """Deliver a message."""
         with self._network.lock:  # both or none, also for signal handlers
             self._pending.append(message)
             self._executor.submit(self._deliver)

@@ -1,7 +1,7 @@
-"""Whose process is at the other end of a Unix socket.
+"""The user of the process at the other end of a Unix socket.
 
-Connections within one host carry no TLS. Instead the kernel says who is there: a process of another
-user is not spoken to by a Unix socket, whatever it knows.
+Connections within one host carry no TLS. Instead the kernel reports the peer's user: a Unix socket
+of another user's process is closed, whatever that process knows.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _SOL_LOCAL, _LOCAL_PEERCRED = 0, 1
 
 
 def check_user(sock: socket.socket) -> None:
-    """Let it pass if it is a process of ours.
+    """Check that the peer is a process of this user.
 
     Raises:
         PermissionError: it is not; says whose.

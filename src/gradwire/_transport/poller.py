@@ -1,9 +1,8 @@
-"""One wait for all quiet connections of a worker.
+"""One wait for all idle connections of a worker.
 
-The wait is a task of the executor like any other: the thread whose turn it is sleeps until some
-connections have something, takes it in, and puts the next turn at the end of the queue, behind what
-arrived. So the thread that read a request runs it, and the turn passes to another thread only if
-that one gets stuck.
+The wait is a task of the executor like any other: its thread sleeps until some connections have
+data, reads it, and puts the next wait at the end of the queue, behind what arrived. So the thread
+that read a request runs it, and another thread takes over the wait only if that one blocks.
 
 A connection reports once and then has to be watched again. `_Epoll` does this with one cheap system
 call, `_Portable` with what every system has.
@@ -32,7 +31,7 @@ class Watched(Protocol):
     def fileno(self) -> int: ...
 
     def ready(self) -> None:
-        """Something came (or the end). Must not block. Watch again for more."""
+        """Data (or the end) has arrived. Must not block. Watch again for more."""
 
 
 class _Epoll:
@@ -95,7 +94,7 @@ class _Portable:
 
 
 class Poller:
-    """Watches connections and tells them when something came."""
+    """Watches connections and notifies them when data arrives."""
 
     def __init__(self, executor: Executor, busy_poll: BusyPoll) -> None:
         self._executor = executor
@@ -114,7 +113,7 @@ class Poller:
         self._executor.submit(self._turn)
 
     def watch(self, what: Watched) -> None:
-        """Tell it once when something comes."""
+        """Notify it once when data arrives."""
         fd = what.fileno()
         with self._lock:
             if fd >= 0 and not self._closing.is_set():
@@ -122,14 +121,14 @@ class Poller:
                 self._system.arm(fd)
 
     def pause(self, what: Watched) -> None:
-        """Do not tell it, until it is watched again."""
+        """Do not notify it until it is watched again."""
         fd = what.fileno()
         with self._lock:
             if fd in self._watched and not self._closing.is_set():
                 self._system.disarm(fd)
 
     def drop(self, what: Watched) -> None:
-        """Forget it. Before its descriptor is closed."""
+        """Remove it. Call this before its descriptor is closed."""
         fd = what.fileno()
         with self._lock:
             known = self._watched.pop(fd, None) is not None
@@ -137,7 +136,7 @@ class Poller:
                 self._system.drop(fd)
 
     def close(self) -> None:
-        """End the turns; returns when none is running."""
+        """Stop waiting; returns when no wait is in progress."""
         if self._closing.is_set():
             return
         with self._lock:
@@ -166,7 +165,7 @@ class Poller:
                 self._executor.submit(self._turn)
 
     def _look(self) -> None:
-        """All threads are busy: at least take in what came, so that pings are answered."""
+        """All threads are busy: at least read what has arrived, so that pings are answered."""
         if not self._turning.acquire(blocking=False):
             return  # a thread is waiting already
         try:

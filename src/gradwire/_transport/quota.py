@@ -25,7 +25,7 @@ _CGROUP = "/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 def memory() -> int:
-    """The bytes of memory that this process may hope for: the machine's, or its container's."""
+    """The bytes of memory available to this process: the machine's, or its container's."""
     found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in _CGROUP:
         try:
@@ -48,13 +48,13 @@ class Quota:
         return f"<Quota: {self.requests} requests, {self.bytes} bytes in flight>"
 
     def charge(self, size: int) -> Charge | None:
-        """Put a request down, of so many bytes; None if it may not be taken in."""
+        """Charge a request of that many bytes; None if it may not be accepted."""
         if self.requests >= self.most_requests or self.bytes + size > self.most_bytes:
             return None
         return Charge(self, size)
 
     def refusal(self, size: int) -> str:
-        """Why a request of so many bytes may not be taken in."""
+        """Why a request of that many bytes may not be accepted."""
         if self.requests >= self.most_requests:
             return (
                 f"{self.requests} requests of this caller are in flight there, the limit is "
@@ -67,7 +67,7 @@ class Quota:
 
 
 class Charge:
-    """One request in flight, until it is given back. That twice is fine."""
+    """One request in flight, until it is released, which is idempotent."""
 
     __slots__ = ("_quota", "_size")
 
@@ -94,7 +94,7 @@ class Charge:
         return quota.refusal(self._size)
 
     def now_takes(self, size: int) -> None:
-        """The request is done, and its response of so many bytes waits to be written."""
+        """The request is done, and its response of that many bytes waits to be written."""
         if self._quota is not None:
             self._quota.bytes += size - self._size
             self._size = size

@@ -38,7 +38,7 @@ class Numbered(Protocol):
 
 
 class Wakeable(Protocol):
-    """What a sleeping waiter is woken by. Ringing it is remembered until it sleeps."""
+    """Wakes a sleeping waiter. A wake-up before it sleeps is remembered."""
 
     def ring(self) -> None: ...
 
@@ -70,7 +70,7 @@ class ReaderRole(Generic[N, W]):
     """By call, the newest last."""
 
     def enter(self) -> bool:
-        """A thread begins to wait. True: it is the first, so the poller need not watch."""
+        """A thread begins to wait. True if it is the first, so the poller need not watch."""
         self.waiters += 1
         return self.waiters == 1
 

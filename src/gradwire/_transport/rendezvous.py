@@ -70,7 +70,7 @@ def _random() -> bytes:
 
 
 class Part(str, Enum):
-    """What a worker of an elastic world does. One that is lost may come back, and go on."""
+    """The role of a worker of an elastic world. A lost one may come back and continue."""
 
     WORKS = "works"
     SERVES = "serves"
@@ -78,20 +78,20 @@ class Part(str, Enum):
 
 
 def _few(ranks: list[int]) -> str:
-    """The first of them, for people."""
+    """The first of them, for messages to people."""
     more = len(ranks) - _FEW
     return str(ranks) if more <= 0 else f"{ranks[:_FEW]} and {more} more"
 
 
 def note_finished(store: Store, world: str, name: str) -> None:
-    """Say, as its launcher, that a worker of an elastic world will not come back."""
+    """Record, as its launcher, that a worker of an elastic world will not come back."""
     with _store_errors():
         store.set(f"gradwire/{world}/{_ELASTIC}/part/{name}", Part.FINISHED.value)
 
 
 @contextmanager
 def _store_errors() -> Iterator[None]:
-    """What a store raises, as ours."""
+    """Convert a store's errors to ours."""
     try:
         yield
     except GradwireError:
@@ -140,7 +140,7 @@ class Meeting:
         return self._size is None
 
     def keys(self) -> tuple[bytes, ...]:
-        """The world's keys that count now, the current one first. A key file is read anew."""
+        """The world's current keys, the one to use first. A key file is read again."""
         if not self._salt:
             with _store_errors():
                 self._begin()
@@ -160,7 +160,7 @@ class Meeting:
         return tuple(keys.derive(secret, self._salt) for secret in self._secrets)
 
     def _common_secret(self) -> bytes:
-        """What workers know without the user's doing."""
+        """The secret that workers share without a key from the user."""
         if not self._trusts_store:
             return key_files.own()
         log.warning(
@@ -171,12 +171,12 @@ class Meeting:
         return self._first("secret", _random())
 
     def _first(self, name: str, value: bytes) -> bytes:
-        """What whoever came first has put there."""
+        """The value that the first worker put there."""
         found: bytes = self._store().compare_set(name, "", value.decode())
         return found
 
     def _compare_keys(self) -> None:
-        """Name a key that differs from the others' now: later it would be a failed handshake."""
+        """Report a different key now: later it would be a failed handshake."""
         digests = [keys.digest(key) for key in self._derived()]
         if self._first("digest", digests[0]) not in digests:
             raise AuthenticationError(
@@ -225,13 +225,13 @@ class Meeting:
         return None
 
     def was_here(self, name: str) -> bool:
-        """Whether a worker of this name has ever come to an elastic world."""
+        """Whether a worker of this name was ever in an elastic world."""
         with self._while_it_lasts() as store:
             return store is not None and bool(store.check([f"name/{name}"]))
         return False
 
     def note(self, name: str, part: Part) -> None:
-        """Say what a worker of an elastic world does from now on."""
+        """Record the role of a worker of an elastic world from now on."""
         with self._while_it_lasts() as store:
             if store is not None:
                 store.set(f"part/{name}", part.value)
@@ -246,7 +246,7 @@ class Meeting:
         return True  # the store is gone, and nobody can come any more
 
     def leave(self, number: int) -> None:
-        """Note that a worker is gone, which frees its name; with this one goes the store."""
+        """Record that a worker is gone, which frees its name; if it is this one, free the store."""
         with self._while_it_lasts() as store:
             if store is not None:
                 store.set(f"gone/{number}", "1")
@@ -337,7 +337,7 @@ class Meeting:
             time.sleep(_STEP)
 
     def _names(self) -> set[str]:
-        """All who ever came to an elastic world."""
+        """The names of all workers that ever joined an elastic world."""
         for number in range(int(self._store().add("ids", 0))):
             if number not in self._came and (card := self._published(number)):
                 self._came[number] = card.name
@@ -347,7 +347,7 @@ class Meeting:
         return Part(self._store().get(f"part/{name}").decode())
 
     def _wait_for_all(self, size: int) -> list[Card]:
-        """The cards of a world of fixed size, when all are there."""
+        """The cards of a world of fixed size, once all have arrived."""
         names = [f"card/{number}" for number in range(size)]
         pause = min(_STEP, size / _LOOKS)
         report = WaitReport(self._awaited)
@@ -379,10 +379,10 @@ class Meeting:
         return self._open(number, self._store().get(f"card/{number}"), self.keys())
 
     def _open(self, number: int, sealed: bytes, known: tuple[bytes, ...]) -> Card:
-        """The card of a worker, if one who knows the key has written it.
+        """The card of a worker, if it was authenticated with the key.
 
         Raises:
-            AuthenticationError: somebody else has.
+            AuthenticationError: it was not.
         """
         try:
             card = Card.from_bytes(keys.unseal(known, sealed))
@@ -422,7 +422,7 @@ class Meeting:
                 return found
 
     def _is_ours(self, store: Store) -> bool:
-        """Whether a round is one of worlds of our size; if of others, whether it is complete.
+        """Whether a round is one of worlds of our size; for other sizes, whether it is complete.
 
         Raises:
             ValueError: it has begun with another size.
@@ -461,7 +461,7 @@ class Meeting:
 
     @contextmanager
     def _while_it_lasts(self) -> Iterator[Store | None]:
-        """The store of an elastic world; it may go before its workers do."""
+        """The store of an elastic world, which may end before its workers do."""
         try:
             elastic = self._size is None and self._world is not None
             yield self._store() if elastic else None

@@ -1,8 +1,8 @@
-"""Frames on their way into one socket, from many threads.
+"""The outgoing frames of one socket, from many threads.
 
 One thread writes at a time. A thread that finds another one writing leaves its frame to it, so a
-full socket holds up one thread, not all; only who sends requests may have to wait for room. Small
-frames may be kept for a moment, to leave in one system call with others.
+full socket blocks one thread, not all; only senders of requests may have to wait for room. Small
+frames may be deferred for a moment, to leave in one system call with others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SendQueue:
         """Those that are large, or too many."""
 
     def write(self, call: int, parcel: Parcel) -> None:
-        """Send a frame at once, after those that wait.
+        """Send a frame at once, after those already queued.
 
         Raises:
             OSError: the connection is over.
@@ -117,7 +117,7 @@ class SendQueue:
                 self.lock.release()
 
     def try_flush(self) -> None:
-        """As `flush`; if the connection is over, whoever reads finds out."""
+        """As `flush`; if the connection is over, the reader finds out."""
         try:
             self.flush()
         except OSError:

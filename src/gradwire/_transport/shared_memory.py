@@ -1,13 +1,13 @@
-"""Shared memory between two workers of one host, used again and again.
+"""Shared memory between two workers of one host, reused.
 
 Fresh pages cost more than the copy, so segments are kept: the sender copies tensors into one, the
-receiver's tensors live in it, and when the last of them dies the receiver clears the segment's
-flag, which hands it back with no message. The flag is the first word of the segment; the area
-begins at `START`. Segments are memfds, sealed against shrinking; their descriptors go over a Unix
-socket once, and neither side keeps one open.
+receiver's tensors live in it, and when the last of them is freed the receiver clears the segment's
+flag, which returns it without a message. The flag is the first word of the segment; the area
+begins at `START`. Segments are memfds, sealed against shrinking; their descriptors are passed over
+a Unix socket once, and neither side keeps one open.
 
-The first message of a size goes by the stream, and so does everything when segments do not come
-back (the receiver keeps its tensors): then fresh private memory is cheaper.
+The first message of each size goes by the stream, and so does everything while no segment is free
+(the receiver keeps its tensors): then fresh private memory is cheaper.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _WAIT = 10.0  # a descriptor is sent before the frame that needs it: this is gen
 
 @functools.cache
 def is_available() -> bool:
-    """Whether this system has what segments need."""
+    """Whether this system supports segments."""
     try:
         fd = _new_memfd(START)
         try:
@@ -85,11 +85,11 @@ class Segment:
         self._flag.value = 0
 
     def area(self, length: int) -> Any:
-        """The first bytes after the flag, as a buffer. Whoever has it must keep the segment."""
+        """The first bytes after the flag, as a buffer. Its user must keep the segment alive."""
         return (ctypes.c_char * length).from_address(self._memory.data_ptr() + START)
 
     def empty(self) -> None:
-        """Give its pages back to the system, until it is used again."""
+        """Return its pages to the system until it is used again."""
         start = ctypes.c_void_p(self._memory.data_ptr())
         length = ctypes.c_size_t(self._memory.numel())
         ctypes.CDLL(None).madvise(start, length, mmap.MADV_REMOVE)
@@ -122,7 +122,7 @@ class SegmentPool:
         return f"<SegmentPool: {self._count} segments, {self._total >> 20} MiB>"
 
     def place(self, pieces: Sequence[Piece], length: int) -> Segment | None:
-        """A segment that holds these pieces; None if they should go by the stream."""
+        """A segment with these pieces; None if they should go by the stream."""
         segment = self._take(_size_class(length))
         if segment is None:
             return None
@@ -134,7 +134,7 @@ class SegmentPool:
         return segment
 
     def trim(self, idle: float) -> None:
-        """Give the memory of segments that were not used lately back to the system."""
+        """Return the memory of segments that were not used lately to the system."""
         limit = time.monotonic() - idle
         with self._lock:
             for segment in (s for many in self._by_size.values() for s in many):
@@ -259,7 +259,7 @@ def _size_class(length: int) -> int:
 
 
 class Recycler:
-    """Private memory to receive large areas into from a stream, used again and again."""
+    """Private memory to receive large areas from a stream, reused."""
 
     _FROM = 1 << 20
     _MOST = 1 << 30
