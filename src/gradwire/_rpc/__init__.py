@@ -1,1 +1,1 @@
-"""Calls: sent, run, answered, and their futures."""
+"""Calls: sending, running, responding, and their futures."""

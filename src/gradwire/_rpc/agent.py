@@ -1,8 +1,8 @@
-"""The driver of the calls layer: sends calls, runs those that come, completes futures.
+"""The driver of the calls layer: sends calls, runs those that arrive, completes futures.
 
-What it knows is in pure tables (`calls.py`, `collectives.py`, `members.py`); this file moves
-messages between them, the transport and the executor. Its lock guards the table of calls and is
-never held while sending or running user code.
+Its state is in pure tables (`calls.py`, `collectives.py`, `members.py`); this file moves messages
+between them, the transport and the executor. Its lock guards the table of calls and is never held
+while sending or running user code.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class Agent:
         """The peer that `to` names.
 
         Raises:
-            ValueError, TypeError, WorkerLostError: nobody.
+            ValueError, TypeError, WorkerLostError: there is none.
         """
         if self._closed:
             raise ClosedError(f"worker {self.me.name!r} is shut down")
@@ -141,7 +141,7 @@ class Agent:
         return self.directory.card(to if isinstance(to, int) else to.id)
 
     def _was_here(self, to: str | int | WorkerInfo) -> bool:
-        """Whether a worker that this one has never seen was in the world once."""
+        """Whether a worker that this one has never seen was ever in the world."""
         if self.directory is None or not isinstance(to, str):
             return False
         return self.directory.was_here(to)
@@ -186,7 +186,7 @@ class Agent:
     def request(
         self, to: int, message: Any, timeout: float | None = None
     ) -> CallFuture:
-        """Send an upper layer's message; the future of its response."""
+        """Send an upper layer's message; returns the future of its response."""
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
         return self.caller.post(peer, parcel, type(message), timeout)
@@ -202,7 +202,7 @@ class Agent:
         """Send an upper layer's message and wait for its response; `meanwhile` runs while waiting.
 
         Raises:
-            CallTimeout: in time; or it `is_over`: soon after the answer is not wanted any more.
+            CallTimeout: no response in time; or, with `is_over`, soon after it is no longer wanted.
         """
         peer = self.peer(to)
         parcel = self._codec.message(message, peer.manner)
@@ -218,10 +218,11 @@ class Agent:
         in_haste: bool = True,
         in_context: bool = False,
     ) -> None:
-        """Register `handler(sender, message)` of an upper layer's message; it returns the response.
+        """Register `handler(sender, message)` for an upper layer's message; it returns the
+        response.
 
-        Where there is no haste, answers are held back a moment to travel with others. `in_context`:
-        the message belongs to the context in which it is sent, and is handled in it.
+        Unless they are urgent, responses are deferred for a moment to be batched. `in_context`: the
+        message belongs to the context in which it is sent, and is handled in it.
         """
         self._codec.register(kind, message, in_context=in_context)
         self._handlers[message] = handler
@@ -229,9 +230,9 @@ class Agent:
             self._patient.add(message)
 
     def run_in_context(self, run: InContext, end: EndContext) -> None:
-        """Have messages of a context handled through `run(context, handler, sender, message)`.
+        """Handle messages of a context through `run(context, handler, sender, message)`.
 
-        `end(context, sender)` is called when the sender has said that a context is over.
+        `end(context, sender)` is called when the sender has reported the end of a context.
         """
         self._in_context = run
         self._end_context = end
@@ -293,7 +294,7 @@ class Agent:
     def _respond_later(
         self, peer: Peer, message: Any, later: Later, context: Any, respond: Respond
     ) -> None:
-        """Have the thread that completes a future send the response."""
+        """Let the thread that completes a future send the response."""
 
         def finished(future: Any) -> None:
             try:
@@ -357,6 +358,6 @@ class Agent:
 
 
 def _settle(frame: Frame) -> None:
-    """Wait for what must be over before a request is answered."""
+    """Wait for what must complete before a request is answered."""
     for wait in frame.waits:
         wait.settle()

@@ -1,4 +1,4 @@
-"""The allow-list: which functions others may call here, all of them or by who they are."""
+"""The allow-list: which functions others may call here, in general or depending on the caller."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from ..errors import NotAllowedError
 class _Rule:
     """What callers whose name matches a pattern may call.
 
-    Names of functions, and of modules whose public functions are all allowed. A function defined in
-    an allowed module is allowed; one that the module merely imported is not.
+    Names of functions, and of modules all of whose public functions are allowed. A function defined
+    in an allowed module is allowed; one that the module merely imports is not.
     """
 
     def __init__(self, pattern: str, entries: Iterable[Any]) -> None:
@@ -46,7 +46,7 @@ class _Rule:
 
 
 class AllowList:
-    """Rules by the caller's name, of which the first that matches counts; or one for all."""
+    """Rules by the caller's name, of which the first match decides; or one rule for all."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
         rules = entries if isinstance(entries, Mapping) else {"*": entries}
@@ -65,10 +65,10 @@ class AllowList:
             )
 
     def check_resolved(self, name: str, function: Any, caller: str) -> None:
-        """A module's names include what it imported: those were not meant.
+        """Reject what an allowed module merely imports.
 
         Raises:
-            NotAllowedError: the function comes from elsewhere.
+            NotAllowedError: the function is defined elsewhere.
         """
         rule = self._rule(caller)
         if rule is not None and name in rule.functions:

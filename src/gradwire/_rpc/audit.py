@@ -1,7 +1,7 @@
-"""The audit log: who came and went, who was refused and why, and what was called by whom.
+"""The audit log: joins, leaves, refusals with their reasons, and calls with their callers.
 
-Off by default. One JSON object on each line, written at once and at the end of the file, so several
-workers can share one. It has names of functions and of workers, but no arguments.
+Off by default. One JSON object on each line, appended at once, so several workers can share a file.
+It contains names of functions and workers, but no arguments.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ log = logging.getLogger("gradwire")
 
 
 class Audit:
-    """Writes down what one worker sees."""
+    """Logs what one worker sees."""
 
     def __init__(self, path: str, worker: str) -> None:
         self._worker = worker
@@ -26,7 +26,7 @@ class Audit:
         return f"<Audit of {self._worker!r} in {self._path}>"
 
     def write(self, event: str, **what: str) -> None:
-        """Add a line. If that fails, the work goes on: the log says so."""
+        """Append a line. A failure is logged, and does not affect the worker."""
         time = datetime.now(timezone.utc).isoformat()
         line = {"time": time, "worker": self._worker, "event": event, **what}
         try:
@@ -41,7 +41,7 @@ class Audit:
 
 
 class _NoAudit(Audit):
-    """None is kept."""
+    """No log."""
 
     def __init__(self) -> None:
         self._file = -1

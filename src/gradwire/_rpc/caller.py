@@ -1,7 +1,7 @@
 """The caller's side: sends requests, tracks those in flight, completes their futures.
 
-What is in flight is in a pure table (`calls.py`); its lock is never held while sending or running
-user code. A call ends once: by its answer, by its deadline, or with the worker it went to.
+The table of calls in flight is pure (`calls.py`); its lock is never held while sending or running
+user code. A call ends exactly once: by its response, its deadline, or the loss of its worker.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Caller:
         return self.exchange(peer, parcel, call.function, timeout)
 
     def call_async(self, peer: Peer, call: Call, timeout: float | None) -> CallFuture:
-        """Call; the future of the result."""
+        """Call; returns a future of the result."""
         parcel = self._codec.call(call, peer.manner)
         return self.post(peer, parcel, call.function, timeout, calls=1)
 
@@ -112,9 +112,9 @@ class Caller:
         timeout: float | None,
         make: Callable[..., CallFuture],
     ) -> CallFuture:
-        """Call; the future of the result, as `make` makes it.
+        """Call; returns a future of the result, created by `make`.
 
-        The request is held back for a moment if it can be; it may be taken back (`take_held`).
+        The request is deferred for a moment if possible; it may be taken back (`take_held`).
         """
         parcel = self._codec.call(call, peer.manner)
         held = self._request(peer, parcel, call.function, timeout, make)
@@ -173,7 +173,7 @@ class Caller:
         *,
         calls: int = 0,
     ) -> CallFuture:
-        """Send a request; the future of its response. It counts as this many calls of the user."""
+        """Send a request; returns the future of its response. Counts as that many user calls."""
         held = self._request(peer, parcel, what, timeout, CallFuture)
         self._held.flush(peer.id)
         self._start(held, calls)
@@ -187,7 +187,7 @@ class Caller:
     def ask_held(self, held: Held, kind: int, timeout: float | None) -> Any:
         """Send a deferred request as one of another kind, and wait for its response.
 
-        The future of the request itself is done when the answer is there.
+        The future of the original request is done when the response is there.
         """
         held.parcel.kind = kind
         future: CallFuture = held.pending.answer
@@ -255,7 +255,7 @@ class Caller:
             fail(pending, WorkerLostError(pending.answer.fate.worker, reason))
 
     def close(self) -> None:
-        """Fail what is in flight."""
+        """Fail everything in flight."""
         self._closed = True
         with self._lock:
             orphans = [p for p in self._calls if self._calls.answered(p.call)]
@@ -263,7 +263,7 @@ class Caller:
             fail(pending, ClosedError("this worker was shut down"))
 
     def wait_quiet(self, deadline: float | None = None) -> bool:
-        """Wait until nothing is in flight from here; whether it is so before the deadline."""
+        """Wait until nothing is in flight from here; False if not before the deadline."""
         self._held.flush_all()
         for pending in self._calls:
             self._wait_for(pending.answer, deadline)
@@ -405,7 +405,7 @@ def account(freights: Iterable[Freight], *, arrived: bool) -> None:
 
 
 def fail(pending: Pending, error: Exception) -> None:
-    """Complete it with an error: no response will come."""
+    """Complete it with an error: there will be no response."""
     account(pending.freight, arrived=False)
     pending.answer.set_exception(error)
 
@@ -437,7 +437,7 @@ def prepare(
     """A user's call, checked, with this thread's modes.
 
     Raises:
-        TypeError: naming what cannot be called or passed.
+        TypeError: it cannot be called or passed; names what.
         RuntimeError: a scripted function does not take these arguments.
     """
     if not callable(func):

@@ -1,8 +1,8 @@
-"""Barrier and all-gather over workers, and quiescence at the end of a world.
+"""Barrier and all-gather over workers, and quiescence detection at the end of a world.
 
-One worker collects: the one with the lowest id. Everyone sends it a part and is answered with all
-parts once they are there. A worker that is gone is not waited for; if the collector goes, the
-call fails, except at the end of the world, where the next one takes its place.
+The worker with the lowest id is the collector. Each worker sends it a part and gets all parts as
+the response once they have arrived. Lost workers are not waited for; if the collector is lost, the
+call fails, except at the end of the world, where the next one takes over.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Gatherings:
     def part_came(
         self, key: str, worker: int, value: Any, *, expected: set[int], waiter: Any
     ) -> Gathering | None:
-        """Add a part; the gathering if that completes it."""
+        """Add a part; returns the gathering if that completes it."""
         gathering = self._open.setdefault(key, Gathering(set(expected)))
         gathering.parts[worker] = value
         gathering.waiting.append(waiter)
@@ -77,10 +77,10 @@ class Party(Protocol):
 
     @property
     def started(self) -> int:
-        """How many have ever been started."""
+        """How many have been started so far."""
 
     def wait_quiet(self, deadline: float | None = None) -> bool:
-        """Wait until they have all completed; whether they have before the deadline."""
+        """Wait until all have completed; False if not before the deadline."""
 
 
 class Collectives:
@@ -100,17 +100,17 @@ class Collectives:
         return self._gather(self._collector(), key, value, timeout)
 
     def barrier(self, timeout: float | None = None) -> None:
-        """Wait until all workers are here."""
+        """Wait until all workers have called it."""
         self.all_gather(None, timeout)
 
     def settle(self, parties: Sequence[Party], timeout: float | None) -> None:
         """Wait until all workers are ready to leave and nothing is in flight anywhere.
 
-        That is so when each was quiet in two rounds and started nothing from one to the other. The
-        count is taken before the quiet: whatever it includes has then ended.
+        That holds once each worker was quiet in two rounds and started nothing in between. The
+        count is taken before waiting for quiet: everything that it includes has then completed.
 
         Raises:
-            CallTimeout: it was not so in time.
+            CallTimeout: it did not hold in time.
         """
         deadline = time.monotonic() + timeout if timeout else None
         before: dict[str, int] = {}
@@ -137,10 +137,10 @@ class Collectives:
     def wait_quiet(
         self, parties: Sequence[Party], deadline: float | None, timeout: float | None
     ) -> None:
-        """Wait until nothing that was begun here is under way.
+        """Wait until nothing that was started here is in flight.
 
         Raises:
-            CallTimeout: it was not so before the deadline.
+            CallTimeout: not before the deadline.
         """
         for party in parties:
             if not party.wait_quiet(deadline):

@@ -1,11 +1,12 @@
-"""What is deferred for a moment, so that something else can take it along.
+"""Items deferred for a moment, so that they can be piggybacked on something else.
 
-`Deferred` is the one mechanism: what nobody has taken along after a moment is handed on together.
-The word that a context is over waits so for a request (`_autograd/context_release.py`), and here a
-request that makes a value for the one that asks for it, so that both travel in one message: at most
-one per worker. It goes out before the next message to that worker, when someone waits, or when it
-is late; unless whoever holds it takes it back, to send it in another way. It is only done where it
-pays: after a few requests in a row that would have been taken back, until one is not.
+`Deferred` is the one mechanism: what has not been piggybacked after a moment is handed on in one
+batch. The report that a context has ended waits for a request in this way
+(`_autograd/context_release.py`), and so does, here, a request that creates a value for the one that
+fetches it, so that both go in one message: at most one per worker. It is sent before the next
+message to that worker, when a thread waits, or when it is late; unless its holder takes it back to
+send it in another way. This is done only where it pays off: after a few requests in a row that
+would have been taken back, until one is not.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _CONVINCING = 3
 class Deferred(Generic[T]):
     """Items that wait for one to two periods; then those still `due` are given to `late`.
 
-    No thread is woken while nothing is late but the monitor, and not even that without items.
+    Until then no thread but the monitor is woken, and without items not even that one.
     """
 
     def __init__(
@@ -147,13 +148,13 @@ class HeldBack:
             self.flush(to)
 
     def _is_here(self, item: tuple[int, int]) -> bool:
-        """Whether nobody has taken a request."""
+        """Whether a request has not been taken."""
         to, call = item
         held = self.requests.get(to)
         return held is not None and held.pending.call == call
 
     def _go_out(self, items: list[tuple[int, int]]) -> None:
-        """Send what nobody has taken: it did not pay."""
+        """Send what has not been taken: deferring it did not pay off."""
         with self._lock:
             self._streak = 0
         self.flush_all()

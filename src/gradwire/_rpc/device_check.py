@@ -1,6 +1,6 @@
-"""Whether the workers and devices of a worker's device maps are there, when it joins.
+"""Whether the workers and devices in a worker's device maps exist, checked when it joins.
 
-Its own devices are looked for here; those that its maps lead to, by the workers that have them.
+Its own devices are checked here; the target devices by the workers that have them.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def serve(agent: Agent) -> None:
 
 
 def check_here(card: Card, others: Sequence[Card], *, is_elastic: bool) -> None:
-    """See that the workers of its maps are there, unless they may come later, and its own devices.
+    """Check that the maps' workers exist, unless they may join later, and this worker's devices.
 
     Raises:
-        ValueError: one is not; in torch's words, and says which.
+        ValueError: one does not; in torch's words, and names it.
     """
     names = {other.name for other in others}
     strangers = sorted(card.device_maps.keys() - names)
@@ -37,10 +37,10 @@ def check_here(card: Card, others: Sequence[Card], *, is_elastic: bool) -> None:
 
 
 def check_there(agent: Agent, timeout: float) -> None:
-    """See that the devices that its maps lead to are there, on the workers that have come.
+    """Check that the target devices exist, on the workers that have joined.
 
     Raises:
-        ValueError: one is not; in torch's words, and says which.
+        ValueError: one does not; in torch's words, and names it.
     """
     there = {card.name: card.id for card in agent.members.cards()}
     for worker, pairs in agent.me.device_maps.items():

@@ -1,4 +1,4 @@
-"""Runs what other workers ask for: finds the function, applies the caller's modes, calls it."""
+"""Runs what other workers request: resolves the function, applies the caller's modes, calls it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Runner:
         """Around a wait: the thread does not count meanwhile."""
 
     def run(self, sender: int, call: Call) -> Any:
-        """Run the function of a call; its result, or `Later` if it is asynchronous.
+        """Run the function of a call; returns its result, or `Later` if it is asynchronous.
 
         Raises:
             Exception: what it raises.
@@ -143,7 +143,7 @@ class Runner:
 
     @contextmanager
     def _checked(self, function: Any, sender: int) -> Iterator[str]:
-        """Put down who calls what, or why not; the caller's name."""
+        """Check and log who calls what; returns the caller's name."""
         caller = self.name_of(sender)
         name = function if isinstance(function, str) else describe(function)
         try:
@@ -170,7 +170,7 @@ class Runner:
         return value
 
     def raised(self, function: Any, error: Exception) -> None:
-        """A hook for exceptions of functions: raise another one to replace it."""
+        """A hook for exceptions of functions: raise another one to replace them."""
 
     def close(self) -> None:
         self._loops.close()

@@ -1,16 +1,16 @@
 """The future of a call: torch's own, which can also be awaited, and waited on with a timeout.
 
-Who waits on it reads the connection the answer comes by (`Transport.attend`). A failure that
-nobody ever looked at is logged once, when the future goes away.
+A thread that waits on it reads the connection on which the response arrives (`Transport.attend`).
+An exception that was never retrieved is logged once, when the future is freed.
 
 `torch.futures.Future` is a public class; subclassing it is what torch's own users do. `then` and
-`add_done_callback` count as looking.
+`add_done_callback` count as retrieving.
 
-Private torch name used here, and what breaks without it: `Future._set_unwrap_func`, which torch's
-own `set_exception` uses to have C++ raise one and the same exception object at every look. That
-object gets the frames it went through, they hold the future, and C++ holds the object, where no
-garbage collector sees it: every failed call would stay in memory for good. Here each look raises a
-copy, and looks by way of `torch.futures.wait_all` are noticed.
+Private torch name used here, and what breaks without it: `Future._set_unwrap_func`, with which
+torch's own `set_exception` makes C++ raise one and the same exception object at every access. That
+object collects the frames it passes through, they reference the future, and C++ holds the object,
+where no garbage collector sees it: every failed call would leak. Here each access raises a copy,
+and accesses through `torch.futures.wait_all` are noticed.
 """
 
 from __future__ import annotations
@@ -42,9 +42,10 @@ _NONE_YET = object()
 
 
 class Future(torch.futures.Future[Any]):
-    """A future whose callbacks see the context variables of where they were given, as in asyncio.
+    """A future whose callbacks run with the context variables of where they were added, as in
+    asyncio.
 
-    So do those of what `then` returns.
+    So do the callbacks of what `then` returns.
     """
 
     def then(self, callback: Callable[[Any], Any]) -> torch.futures.Future[Any]:
@@ -85,7 +86,7 @@ class CallFuture(Future):
         """The result.
 
         Raises:
-            TimeoutError: it did not come in time. The call goes on; wait again if you like.
+            TimeoutError: it did not arrive in time. The call continues; you can wait again.
             Exception: what the call raised.
         """
         self.fate.seen = True
@@ -183,7 +184,7 @@ class Failed(NamedTuple):
 
 
 def keepable(error: BaseException) -> Failed:
-    """An exception to store: its traceback as text, as frames keep local variables alive."""
+    """An exception to store: with its traceback as text, as frames keep local variables alive."""
     trace = text_of(error)
     twin = fresh_copy(error).with_traceback(None)
     # They have frames too; the text has it all.
@@ -192,7 +193,7 @@ def keepable(error: BaseException) -> Failed:
 
 
 def _without_frames(error: E) -> E:
-    """The same exception, and those it was caused by, without frames."""
+    """The same exception, and its causes, without frames."""
     stack: list[BaseException | None] = [error]
     seen: set[int] = set()
     while stack:
@@ -212,7 +213,7 @@ def wait_after(meanwhile: Callable[[], object] | None, future: CallFuture) -> An
 
 
 def fresh_copy(error: E) -> E:
-    """A copy of an exception, to be raised, so that the original collects no frames."""
+    """A copy of an exception to raise, so that the original collects no frames."""
     try:
         twin = copy.copy(error)
     except Exception:  # noqa: BLE001 user code
@@ -256,7 +257,7 @@ def settle(future: torch.futures.Future[Any], outcome: Callable[[], Any]) -> Non
 
 
 def _kept(outcome: Callable[[], Any]) -> Any:
-    """What it returns, or `Failed`."""
+    """The value, or `Failed`."""
     try:
         return outcome()
     except Exception as error:  # noqa: BLE001 user code
@@ -276,13 +277,13 @@ class Loops:
         self._lock = CheckedLock()
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> torch.futures.Future[Any]:
-        """Start a coroutine; its result, or `Failed`, as a future.
+        """Start a coroutine; returns a future of its result, or `Failed`.
 
         A future that is given an exception holds it in C++, with all its frames and what they
-        hold, such as this future: it would never go.
+        reference, such as this future: it would leak.
 
         Raises:
-            ClosedError: too late.
+            ClosedError: the worker is closed.
         """
         future: torch.futures.Future[Any] = torch.futures.Future()
         with self._lock:  # the loop is not stopped meanwhile

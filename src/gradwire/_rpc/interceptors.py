@@ -1,10 +1,10 @@
 """Hooks of the upper layers into messages that leave and arrive.
 
-The codec gives back what it found in a message: the tensors that require grad, and objects of some
-types that travel as a few numbers. Upper layers register an interceptor for each: a `Recorder`
-for the tensors, a `Carrier` for the objects. What they keep about a message goes with it here:
-a parcel's `freight` is told what became of it; a frame's `waits` are over before it is answered, if
-it is a request, or used, if it is a reply.
+The codec reports what it found in a message: the tensors that require grad, and objects of some
+types that are sent as a few numbers. Upper layers register an interceptor for each: a `Recorder`
+for the tensors, a `Carrier` for the objects. What they track about a message travels with it here:
+a parcel's `freight` is told the outcome; a frame's `waits` complete before it is answered, if it is
+a request, or used, if it is a response.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Carrier(Protocol):
     ) -> tuple[tuple[int, ...], Freight]:
         """The numbers that replace an object in a message to a worker.
 
-        The freight of a reply is told of its end only if it was not sent: nobody answers a reply.
+        The freight of a response is told only if it was not sent: a response has no response.
         """
 
     def unload(self, fields: tuple[int, ...], sender: int) -> tuple[Any, Wait | None]:
@@ -41,14 +41,14 @@ class Carrier(Protocol):
 class Recorder(Protocol):
     """Records tensors that require grad, when they leave and when they arrive.
 
-    A context is an object of its own: it is found once for a message, and handed on.
+    A context is an opaque object: it is looked up once for a message, and passed on.
     """
 
     def current(self) -> Any:
         """The context of this thread; None if there is none."""
 
     def check(self, tensors: Sequence[Tensor]) -> None:
-        """Refuse tensors that cannot be recorded; those of compiled signatures can be.
+        """Reject tensors that cannot be recorded; those of compiled signatures can be.
 
         Raises:
             TypeError: there is one.
@@ -60,15 +60,15 @@ class Recorder(Protocol):
         """Record the tensors of an outgoing message; metadata goes onto the parcel."""
 
     def lost_arguments(self) -> None:
-        """The arguments of a call require grad, and there is no context to record them in."""
+        """The arguments of a call require grad, but there is no context to record them in."""
 
     def lost_result(self, request: Any) -> None:
-        """So does the result of this request."""
+        """The same for the result of this request."""
 
     def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Any:
         """Record the tensors of an incoming message; returns its context.
 
-        With a mark they get their history, in place; without, they are leaves.
+        With a mark they get their history, in place; without one, they are leaves.
         """
 
 

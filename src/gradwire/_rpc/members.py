@@ -1,6 +1,6 @@
-"""Who is in the world, as far as this worker knows, and which requests have come from whom.
+"""The members of the world, as far as this worker knows, and which requests each has sent.
 
-Pure but for its locks. Ids are never used twice; a name can be used again once its worker is gone.
+Pure but for its locks. Ids are never reused; a name can be reused once its worker is gone.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Members:
 
         Raises:
             WorkerLostError: it is gone; says why.
-            ValueError: there never was one; says who is there.
-            TypeError: that is no way to name a worker.
+            ValueError: there never was one; lists the members.
+            TypeError: not a valid way to name a worker.
         """
         if isinstance(to, str):
             card = self._by_name.get(to)
@@ -73,7 +73,7 @@ class Members:
         return self._cards.get(worker)
 
     def name(self, worker: int) -> str:
-        """A name for error texts."""
+        """A name for error messages."""
         card = self._cards.get(worker)
         if card is not None:
             return card.name
@@ -99,9 +99,9 @@ _MOST_GAPS = 1 << 16  # requests that may overtake one of the same caller
 class Seen:
     """Which request numbers have arrived. Only the gaps below the highest one are stored.
 
-    With `most`, no more than so many are kept above the lowest gap: older ones count as come. Some
-    numbers never come, say of what could not be sent; so they go many at a time, or each that
-    comes would have to look for the oldest.
+    With `most`, at most that many are kept above the lowest gap: older ones count as arrived. Some
+    numbers never arrive, for instance of requests that could not be sent; so many are discarded at
+    a time, or each arrival would have to search for the oldest.
     """
 
     _below: int = 1

@@ -10,12 +10,12 @@ GREETING, GATHER, DEVICES = 16, 17, 18
 
 @dataclass(frozen=True, slots=True)
 class Greeting:
-    """A newcomer to an elastic world → everyone there: I am here."""
+    """A new worker of an elastic world → all members: I have joined."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """A worker → the one that collects: my part; answered with everyone's, when all have come."""
+    """A worker → the collector: one part; the response has all parts."""
 
     key: str
     value: Any
@@ -23,6 +23,6 @@ class Gather:
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """A worker → one that its device map is for: have you these? Answered with those it lacks."""
+    """A worker → the target of its device map: these devices; the response lists missing ones."""
 
     names: tuple[str, ...]

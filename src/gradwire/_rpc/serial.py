@@ -1,7 +1,8 @@
 """Objects whose methods run one at a time when other workers call them.
 
-An object is serial if its class is marked, or if it was made by `made_serial`. What waits for it is
-beside it, by its address, for as long as it lives: nothing is added to the object itself.
+An object is serial if its class is marked, or if it was created by `made_serial`. Its queue is kept
+in a table by the object's address for as long as the object lives: nothing is added to the object
+itself.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def made_serial(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """Call a function and mark the object that it returns as serial.
 
     Raises:
-        TypeError: it can have no weak references.
+        TypeError: it does not support weak references.
     """
     value = func(*(args or ()), **(kwargs or {}))
     if type(value) is types.CoroutineType:

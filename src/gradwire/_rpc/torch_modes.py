@@ -1,6 +1,6 @@
-"""The caller's modes, carried to where its function runs.
+"""The caller's modes, applied where its function runs.
 
-They are grad mode, inference mode, autocast and anomaly mode. The usual ones are None, which costs
+They are grad mode, inference mode, autocast and anomaly mode. The default is None, which costs
 nothing to send or to apply.
 """
 
@@ -27,7 +27,7 @@ Modes = tuple[Any, ...]
 
 
 def capture() -> Modes | None:
-    """This thread's modes; None for the usual ones."""
+    """This thread's modes; None for the defaults."""
     if (
         is_grad_enabled()
         and not is_inference_mode_enabled()
@@ -77,7 +77,7 @@ _anomaly_users = 0
 def anomaly_mode(*, check_nan: bool) -> Iterator[None]:
     """Turn on anomaly mode, which is global to the process, until its last user is done.
 
-    Where it is on anyway, whoever switched it on will switch it off.
+    If it was on already, whoever turned it on turns it off.
     """
     global _anomaly_users
     with _anomaly_lock:

@@ -45,7 +45,7 @@ class Adoption:
         self._answer: CallFuture | None = None
 
     def begin(self) -> None:
-        """Ask the owner, without waiting for its answer."""
+        """Send the request to the owner, without waiting for the response."""
         if not self.is_over and self._answer is None:
             answer = self._answer = self._registry.ask_to_adopt(self._holding)
             answer.fate.seen = True
@@ -97,7 +97,7 @@ class Adoption:
 
 
 class Adoptions:
-    """Those of one worker that wait for a fetch to carry them."""
+    """The adoptions of one worker that wait to be piggybacked on a fetch."""
 
     def __init__(self, executor: Executor) -> None:
         self._deferred: Deferred[Adoption] = Deferred(
@@ -111,7 +111,7 @@ def _is_pending(adoption: Adoption) -> bool:
 
 
 def begin_all(adoptions: list[Adoption]) -> None:
-    """Ask the owners of these, without waiting for their answers."""
+    """Send the requests of these to their owners, without waiting for the responses."""
     for adoption in adoptions:
         try:
             adoption.begin()

@@ -16,7 +16,7 @@ Name = Callable[[int], str]
 
 
 def describe_held(held: Mapping[Holding, str], name: Name) -> str:
-    """The first of these references, and where they were made."""
+    """The first of these references, and where they were created."""
     known = sorted(held.items())
     first = [
         f"value {spell(h.value)} of {name(h.owner)!r}, {_origin(made_at)}"

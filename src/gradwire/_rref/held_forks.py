@@ -74,7 +74,7 @@ class Fork:
         """Whether the owner has the value.
 
         Raises:
-            Exception: why it will not have it.
+            Exception: why there will be no value.
         """
         creation = self.creation  # another thread may be here too
         if creation is not None:
@@ -85,7 +85,7 @@ class Fork:
         return True
 
     def register(self) -> None:
-        """Wait until the owner knows of this fork.
+        """Wait until the owner has registered this fork.
 
         Raises:
             StaleReferenceError: the value is gone.
@@ -96,7 +96,7 @@ class Fork:
 
     @property
     def is_registered(self) -> bool:
-        """Whether the owner is known to know of this fork."""
+        """Whether the owner is known to have registered this fork."""
         return self.adoption is None or self.adoption.is_over
 
     @property
@@ -113,9 +113,9 @@ PATIENCE = 10.0  # seconds before the receiver of a reply is asked what became o
 class HeldForks:
     """All forks that one worker holds.
 
-    Handles end anywhere, also while a lock is held, because Python's garbage collector runs
-    anywhere. So their end is only put into `events`, a queue that may be written to at any point;
-    None in it means that there is something to say.
+    Handles are dropped anywhere, also while a lock is held, because Python's garbage collector runs
+    anywhere. So a dropped handle is only put into `events`, a queue that may be written to at any
+    point; None in it means that there are notes to send.
     """
 
     def __init__(self, me: int, owned_values: OwnedValues) -> None:
@@ -153,7 +153,7 @@ class HeldForks:
         return Fork(holding, owner, self.events.put)
 
     def child_came(self, sender: int, token: int) -> bool:
-        """Whether a reference may be taken."""
+        """Whether an arriving reference may be accepted."""
         with self._lock:
             return self._ledger.child_came(sender, token)
 
@@ -173,7 +173,7 @@ class HeldForks:
             self._ledger.fork_counted(holding.owner, holding.fork)
 
     def child_left(self, transit: Transit) -> int:
-        """A token for a reference that leaves."""
+        """A token for a departing reference."""
         with self._lock:
             token = self._ledger.child_left(transit)
             if transit.is_reply:
@@ -204,13 +204,13 @@ class HeldForks:
                 self._expected.add(token)
 
     def child_received(self, sender: int, token: int) -> None:
-        """Tell the sender of a reply that a reference in it is here."""
+        """Acknowledge a reference in a response to its sender."""
         with self._lock:
             self._outbox.add_received(sender, token)
         self.wake()
 
     def creation_failed(self, holding: Holding, why: str) -> None:
-        """Tell the owner that the call which creates a value will not come."""
+        """Tell the owner that the call which creates a value will not arrive."""
         with self._lock:
             self._outbox.add_failed(holding.owner, holding.value, why)
         self.wake()

@@ -1,16 +1,16 @@
 """The ledgers of references: who holds what, and when a value may be dropped.
 
 Pure: no I/O, no locks, no clock. Events come in as method calls, what must follow goes out as
-return values, which `service.py` carries out. Two promises, from docs/protocol.md:
+return values, which `service.py` carries out. Two invariants, from docs/protocol.md:
 
-G1  The owner counts a fork in before it counts it out, in whatever order it hears of both.
-G2  A value is dropped once, when its last holder has let go or is gone.
+G1  The owner counts a fork in before it counts it out, in whatever order the messages arrive.
+G2  A value is dropped exactly once, when its last holder has released it or is gone.
 
-The owner keeps G1 by remembering which forks are over; as every fork is over one day, `Seen` makes
-that a few numbers per worker. A fork that comes after its own release is not counted in at all.
-The holders keep G2: one that has passed a reference on does not let go of its own before the other
-is counted in, or is known never to be. It is known when the receiver has said that the reference is
-not there; from then on the receiver refuses it, should it come after all.
+The owner keeps G1 by remembering which forks are over; since every fork is over eventually, `Seen`
+makes that a few numbers per worker. A fork that arrives after its own release is not counted in at
+all. The holders keep G2: one that has passed a reference on does not release its own before the
+other is counted in, or is known never to be. That is known when the receiver has answered that the
+reference is not there; from then on the receiver rejects it, should it arrive after all.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class OwnerLedger:
         return len(self._holders)
 
     def holders(self, value: int) -> dict[int, int]:
-        """The forks of a value, and who has each."""
+        """The forks of a value, and the holder of each."""
         return dict(self._holders.get(value, {}))
 
     def is_over(self, fork: int) -> bool:
@@ -66,18 +66,18 @@ class OwnerLedger:
         return number_of(fork) in self._over[maker_of(fork)]
 
     def was_given(self, value: int, fork: int, worker: int) -> bool:
-        """Whether a worker has this fork; 0 for any. Who has a value made may ask before that."""
+        """Whether a worker has this fork; 0 for any. A value's creator may ask earlier."""
         holders = self._holders.get(value, {})
         if maker_of(value) == worker and fork in (0, value):
             return not self.is_over(value) or worker in holders.values()
         return holders.get(fork) == worker if fork else worker in holders.values()
 
     def can_pass_on(self, value: int, worker: int) -> bool:
-        """Whether a worker may have made a fork for another one: it has one, or is gone."""
+        """Whether a worker may have created a fork for another: it has one, or is gone."""
         return worker in self._gone or self.was_given(value, 0, worker)
 
     def may_release(self, value: int, fork: int, worker: int) -> bool:
-        """Whether a fork is this worker's to release: its own, or one that it has made."""
+        """Whether this worker may release a fork: its own, or one that it created."""
         holder = self._holders.get(value, {}).get(fork, worker)
         return worker in (holder, maker_of(fork))
 
@@ -133,7 +133,7 @@ class _Held:
 
 @dataclass(slots=True)
 class UserLedger:
-    """The forks one worker has of the values of others, and the references it has sent on."""
+    """The forks one worker has of the values of others, and the references it has sent."""
 
     me: int
     _held: dict[tuple[int, int], _Held] = field(default_factory=dict)
@@ -193,7 +193,7 @@ class UserLedger:
     def child_left(self, transit: Transit) -> int:
         """A token for a departing reference. Its parent is kept until the token is settled.
 
-        Like the id of a fork: whom it goes to, and a count of what goes there.
+        Like the id of a fork: the receiver, and a counter of what was sent there.
         """
         tokens = self._tokens.setdefault(transit.to, itertools.count(1))
         token = fork_id(transit.to, next(tokens))

@@ -1,8 +1,8 @@
 """Messages about references. docs/protocol.md draws the flows.
 
-A fork is one worker's hold on a value of another. Its id is a number: the worker that made it, and
-a count of the forks that one made for this owner. A value that `remote` makes has the id of its
-first fork. All messages but the calls can come twice without harm, and are sent until answered.
+A fork is one worker's hold on a value of another. Its id is a number: the worker that created it,
+and a counter of the forks that this worker created for this owner. A value created by `remote` has
+the id of its first fork. All messages but the calls are idempotent, and retried until acknowledged.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ def fork_id(maker: int, number: int) -> int:
 
 
 def maker_of(fork: int) -> int:
-    """The worker that made a fork."""
+    """The worker that created a fork."""
     return fork >> _BITS
 
 
 def number_of(fork: int) -> int:
-    """Which of its maker's forks for this owner it is."""
+    """Which of its creator's forks for this owner it is."""
     return fork & (1 << _BITS) - 1
 
 
 def freed(value: int) -> StaleReferenceError:
-    """What a holder gets that its owner does not register."""
+    """The error for a fork that its owner does not register."""
     return StaleReferenceError(
         f"value {spell(value)} has been freed: the worker that passed the reference on has "
         "died, or released it too early"
@@ -64,7 +64,7 @@ class Invoke(Call):
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Holder → owner: send me the value (or its type), when it is there."""
+    """Holder → owner: request a value (or its type), once it exists."""
 
     value: int
     fork: int
@@ -75,7 +75,7 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """New holder → owner: I got this fork from another holder. Answered with whether it counts."""
+    """New holder → owner: register a fork from another holder. The response: whether it counts."""
 
     value: int
     fork: int
@@ -97,7 +97,7 @@ class Notes:
 class Recall:
     """Sender → receiver: a fork was in transit to you; has it arrived?
 
-    Answered with yes, no, or None: it may still come, ask again.
+    The response is yes, no, or None: it may still arrive, ask again.
     """
 
     owner: int

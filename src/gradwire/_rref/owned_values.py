@@ -102,9 +102,9 @@ class OwnedValue:
         """Wait for the value.
 
         Raises:
-            CallTimeout: not within so many seconds; 0 is for ever.
-            TypeError, ValueError: they are no time.
-            Exception: what its making raised.
+            CallTimeout: not within that many seconds; 0 means no limit.
+            TypeError, ValueError: not a valid timeout.
+            Exception: what its creation raised.
         """
         check_timeout(seconds)
         if not self.is_ready:
@@ -239,7 +239,7 @@ class OwnedValues:
         del dropped  # not under the lock: a value's end may be the user's code
 
     def creation_failed(self, number: int, why: str) -> None:
-        """The call that creates a value will not come, unless it is here already."""
+        """The call that creates a value will not arrive, unless it already has."""
         with self._lock:
             owned = self._awaited.pop(number, None)
             if owned is not None or self._get(number) is None:

@@ -1,8 +1,8 @@
 """What users hold: a reference to a value that lives on some worker.
 
-An `RRef` stands on one of two things: at the owner, the value itself (`OwnedValue`); elsewhere, a
-fork of it (`Fork`), whose end is noted when the last handle to it goes. Several handles can share
-one. Everything else is done by the service of the worker they live on.
+An `RRef` is backed by one of two things: on the owner, by the value itself (`OwnedValue`);
+elsewhere, by a fork of it (`Fork`), which is released when its last handle is dropped. Several
+handles can share one. Everything else is done by the service of the worker they are on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Core = OwnedValue | Fork
 
 
 class Service(Protocol):
-    """What does the work (`service.py`)."""
+    """The implementation (`service.py`)."""
 
     me: WorkerInfo
 
@@ -72,7 +72,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def over(cls, core: Core, service: Service) -> RRef[Any]:
-        """A handle on what the service has."""
+        """A handle backed by what the service has."""
         rref: RRef[Any] = cls.__new__(cls)
         rref._setup(core, service)
         return rref
@@ -237,7 +237,7 @@ Invoke = Callable[[Any, str, Any, Any, "float | None"], Any]
 class Proxy:
     """Calls methods of a value in one of the three ways.
 
-    Without slots: `torch.compile` looks into the `__dict__` of what has a `__getattr__`.
+    Without slots: `torch.compile` looks into the `__dict__` of objects with a `__getattr__`.
     """
 
     def __init__(self, invoke: Invoke, core: Any, timeout: float | None) -> None:

@@ -52,7 +52,7 @@ class ReferenceCarrier:
 
         Raises:
             WorkerLostError: its owner is gone.
-            Exception: why its value could not be made.
+            Exception: why its value could not be created.
         """
         thing.check()
         core, parent = thing._core, 0
@@ -75,7 +75,7 @@ class ReferenceCarrier:
         """Restore an arriving reference.
 
         Raises:
-            StaleReferenceError: its value is gone, or its sender has given it up.
+            StaleReferenceError: its value is gone, or its sender was told that it had not arrived.
             WorkerLostError: its owner is gone.
         """
         owner, number, fork, token, is_reply = fields

@@ -1,8 +1,8 @@
-"""The driver of the references layer: what users do with references, on one worker.
+"""The driver of the references layer: users' operations on references, on one worker.
 
-The values this worker owns are in its `OwnedValues`, its forks of others' values in its
-`HeldForks`; what is to be said about them in its own time is said by its `Notifier`. This file
-turns what users ask for into messages to owners, and answers those.
+The values that this worker owns are in its `OwnedValues`, its forks of others' values in its
+`HeldForks`; its `Notifier` sends the notes that both produce. This file converts users' operations
+into messages to owners, and answers those.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class References:
     def remote(
         self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
     ) -> RRef[Any]:
-        """A reference to what a function returns there."""
+        """A reference to the result of a function on another worker."""
         peer = self._agent.peer(to)
         core = self._new_core(peer)
         create = prepare(func, args, kwargs, Create, (core.id,))
@@ -186,7 +186,7 @@ class References:
     def invoke(
         self, core: Core, method: str, args: Any, kwargs: Any, timeout: Any, **more: Any
     ) -> Any:
-        """Call a method of the value; its result. `more` is what to do meanwhile."""
+        """Call a method of the value; returns its result. `more`: what to run meanwhile."""
         call, peer = _invocation(core, method, args, kwargs), core.owner.id
         caller, to = self._agent.caller, self._agent.peer(peer)
         if isinstance(core, Fork) and core.is_confirmed:
@@ -199,7 +199,7 @@ class References:
     def invoke_async(
         self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
     ) -> CallFuture:
-        """Call a method of the value; the future of its result."""
+        """Call a method of the value; returns a future of its result."""
         call, peer = _invocation(core, method, args, kwargs), core.owner.id
         caller = self._agent.caller
         return _keeping(core, caller.call_async(self._agent.peer(peer), call, timeout))
@@ -207,7 +207,7 @@ class References:
     def invoke_remote(
         self, core: Core, method: str, args: Any, kwargs: Any, timeout: float | None
     ) -> RRef[Any]:
-        """Call a method of the value; a reference to its result."""
+        """Call a method of the value; returns a reference to its result."""
         peer = self._agent.peer(core.owner.id)
         made = self._new_core(peer)
         ids = (made.id, core.id, _fork_of(core))
@@ -238,7 +238,7 @@ class References:
         timeout: float | None,
         keep: Core | None = None,
     ) -> RRef[Any]:
-        """Start the creation of a value; a reference to it. Arguments are kept alive meanwhile."""
+        """Start creating a value; returns a reference. Arguments are kept alive meanwhile."""
         of = core.holding if isinstance(core, Fork) else core
         failed = partial(self._creation_failed, of)
         # Likely the next thing is to ask for the value: let them go together.
@@ -384,7 +384,7 @@ class References:
         self.held_forks.handles_dropped([(h.owner, h.fork) for h in held])
 
     def report_leaks(self) -> None:
-        """Name the references that are still held at the end of the world."""
+        """Log the references that are still held at the end of the world."""
         if self._leaked:
             log.warning(
                 "worker %r still holds %d references at shutdown: %s",
