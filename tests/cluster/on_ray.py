@@ -7,6 +7,7 @@ tries one node (tests/ray).
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import subprocess
@@ -24,6 +25,7 @@ from ray.cluster_utils import Cluster
 from torch import nn
 
 import gradwire as gw
+from tests.cluster.machines import what_is_missing
 from tests.processes import PATHS
 from tests.ray import functions as on
 from tests.worlds import wait_until
@@ -55,10 +57,24 @@ def cluster() -> Iterator[Cluster]:
     try:
         cluster.wait_for_nodes()
         yield cluster
-        wait_until(lambda: on.left_behind() == [], show=on.left_behind)
+        wait_until(lambda: left_behind() == [], show=left_behind)
     finally:
         ray.shutdown()
         cluster.shutdown()
+
+
+def left_behind() -> list[str]:
+    """What is still there of us: in Ray's tables, and processes of the nodes."""
+    ours = ("ray::Member", "ray::Directory", "ray::Learner")
+    titles = map(title_of, psutil.Process().children(recursive=True))
+    return on.left_behind() + [title for title in titles if title.startswith(ours)]
+
+
+def title_of(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""  # it has just ended
 
 
 def node_of(cluster: Cluster, worker: str) -> Any:
@@ -78,8 +94,8 @@ def build() -> tuple[nn.Module, gw.DistributedOptimizer]:
     return model, gw.DistributedOptimizer(torch.optim.Adam, parameters, lr=0.1)
 
 
-def train(path: Path, disturb: dict[int, Any]) -> list[float]:
-    """The losses; what is in `disturb` is called once in the step of that number."""
+def train(path: Path, disturb: dict[int, Any]) -> dict[int, float]:
+    """The loss of each step; what is in `disturb` is called once in the step of that number."""
     torch.manual_seed(1)
     losses: dict[int, float] = {}
     for step in gw.resumable(STEPS, build, path=path, save_every=5):
@@ -90,7 +106,7 @@ def train(path: Path, disturb: dict[int, Any]) -> list[float]:
             gw.backward(ctx, [loss])
             step.optimizer.step(ctx)
             losses[int(step)] = loss.item()
-    return [losses[number] for number in range(STEPS)]
+    return losses
 
 
 def test_gradients_over_nodes_are_those_of_one_process(cluster: Cluster) -> None:
@@ -160,54 +176,59 @@ def test_a_directory_that_is_lost_comes_back_with_what_it_knew(
     gw.ray.end("class")
 
 
-FIRST = """
-import ray, gradwire as gw, torch
+HEAD = """
+import os, pathlib, ray, sys, gradwire as gw
+from tests.cluster.on_ray import ENVIRONMENT, train
 from tests.ray import functions as on
+PATH = pathlib.Path(sys.argv[1])
 ray.init(address="auto", logging_level="ERROR", runtime_env=ENVIRONMENT)
+"""
+FIRST = """
 with gw.ray.World(2, name="staying", detached=True):
-    print("first", gw.rpc_sync("worker0", on.process))
+    calm = train(PATH / "calm", {})
+    print("first", [calm[step] for step in sorted(calm)][7:], flush=True)
+    train(PATH / "stormy", {7: lambda: os._exit(0)})
 """
 SECOND = """
-import ray, gradwire as gw, torch
-from tests.ray import functions as on
-ray.init(address="auto", logging_level="ERROR", runtime_env=ENVIRONMENT)
-with gw.ray.join("staying", name="second"):
-    print("second", gw.rpc_sync("worker0", on.process))
+with gw.ray.join("staying", name="driver"):
+    after = train(PATH / "stormy", {})
+    assert min(after) == 5, after
+    print("second", [after[step] for step in sorted(after)][2:])
     assert on.differ_from_local("worker0", "worker1") < 1e-5
 gw.ray.end("staying")
 """
 
 
 CRASHING = """
-import os, ray, gradwire as gw
-from tests.ray import functions as on
-ray.init(address="auto", logging_level="ERROR", runtime_env=ENVIRONMENT)
 with gw.ray.World(2):
     print("crash", gw.rpc_sync("worker0", on.process), flush=True)
     os._exit(0)
 """
 
 
-def drive(cluster: Cluster, source: str) -> int:
-    """Run a driver in a process of its own; the process of worker0, which it prints."""
+def drive(cluster: Cluster, source: str, path: Path) -> Any:
+    """Run a driver in a process of its own; what it prints after its first word."""
     done = subprocess.run(
-        [sys.executable, "-c", f"ENVIRONMENT = {ENVIRONMENT!r}\n{source}"],
+        [sys.executable, "-W", "ignore", "-c", HEAD + source, str(path)],
         env={**os.environ, "PYTHONPATH": FOUND, "RAY_ADDRESS": cluster.address},
         capture_output=True,
         text=True,
         check=False,
+        timeout=240,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     (said,) = (line for line in done.stdout.splitlines() if "pid=" not in line)
-    return int(said.split()[-1])
+    return json.loads(said.partition(" ")[2])
 
 
-def test_a_detached_world_outlives_its_driver(cluster: Cluster) -> None:
-    assert drive(cluster, FIRST) == drive(cluster, SECOND)
+def test_a_driver_that_is_restarted_goes_on_in_its_detached_world(
+    cluster: Cluster, tmp_path: Path
+) -> None:
+    assert drive(cluster, FIRST, tmp_path) == drive(cluster, SECOND, tmp_path)
 
 
-def test_a_world_ends_with_its_driver(cluster: Cluster) -> None:
-    worker = drive(cluster, CRASHING)
+def test_a_world_ends_with_its_driver(cluster: Cluster, tmp_path: Path) -> None:
+    worker = drive(cluster, CRASHING, tmp_path)
     wait_until(lambda: not psutil.pid_exists(worker))  # and `cluster` looks at the rest
 
 
@@ -219,6 +240,43 @@ def test_ray_is_believed_about_a_loss(cluster: Cluster) -> None:
         ray.kill(world._actors[1])
         assert lost.wait(60)
         assert [i.name for i in gw.get_worker_infos()] == ["worker0", "driver"]
+
+
+# In namespaces of their own, all processes of the cluster are known, and end with the first one.
+ALONE = (
+    "unshare",
+    "--pid",
+    "--fork",
+    "--kill-child",
+    "--mount-proc",
+    "--net",
+    "sh",
+    "-c",
+)
+ALONE_INSIDE = (
+    'ip link set lo up && mkdir -p /tmp/ray && mount -t tmpfs ray /tmp/ray && exec "$@"'
+)
+
+
+@pytest.mark.skipif(bool(what_is_missing()), reason=what_is_missing())
+def test_a_training_goes_on_while_rays_autoscaler_adds_and_removes_nodes(
+    tmp_path: Path,
+) -> None:
+    program = [sys.executable, "-W", "ignore", "-m", "tests.cluster.autoscaled"]
+    done = subprocess.run(
+        [*ALONE, ALONE_INSIDE, "sh", *program, str(tmp_path)],
+        env={
+            **os.environ,
+            "PYTHONPATH": FOUND,
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "the same\n" in done.stdout
 
 
 def test_the_cluster_must_have_room(cluster: Cluster) -> None:

@@ -6,6 +6,7 @@ import os
 
 import ray
 import torch
+from ray.experimental.internal_kv import _internal_kv_list
 from torch import nn
 
 import gradwire as gw
@@ -88,9 +89,10 @@ class Learner:
 
 
 def left_behind() -> list[str]:
-    """Our named actors, and placement groups, that are still there."""
+    """Our named actors, keys in Ray's table, and placement groups, that are still there."""
     every = ray.util.list_named_actors(all_namespaces=True)  # Ray Train leaves its own
     named = [actor for actor in every if actor["namespace"] == "gradwire"]
     groups = ray.util.placement_group_table().values()
     states = {group["state"] for group in groups} - {"REMOVED"}
-    return [actor["name"] for actor in named] + sorted(states)
+    keys = [key.decode() for key in _internal_kv_list("gradwire/")]
+    return [actor["name"] for actor in named] + keys + sorted(states)

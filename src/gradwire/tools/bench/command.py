@@ -39,6 +39,9 @@ def main(given: Sequence[str]) -> int:
     add("--floods", type=int, metavar="COUNT",
         help="instead measure how long calls take while a worker is flooded by this many "
         "connections or requests, such as 10000 (default: off)")  # fmt: skip
+    add("--on", choices=["ray"],
+        help="instead measure the loops between two nodes of a Ray cluster: that of "
+        "RAY_ADDRESS, or one started on this machine (default: off)")  # fmt: skip
     arguments = parser.parse_args(given)
     return _measure(arguments, parser.error)
 

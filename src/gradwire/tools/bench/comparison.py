@@ -7,6 +7,7 @@ import random
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, NoReturn
 
 from rich.console import Console
@@ -33,8 +34,14 @@ def compare(chosen: Namespace, refuse: Callable[[str], NoReturn]) -> int:
         if not is_known(way):
             known = ", ".join(map(repr, available()))
             refuse(f"--ways {way!r}: use some of {known}, 'gradwire, NAME=VALUE ...'")
+    if chosen.on == "ray" and find_spec("ray") is None:
+        refuse("--on ray: needs Ray: pip install 'gradwire[ray]'")
+    if chosen.on == "ray" and "Monarch" in (chosen.ways or ()):
+        refuse("--ways Monarch: its actors are not Ray's")
     loops = _matching("loops", [task.name for task in TASKS], chosen.only)
     names = _matching("programs", [program.name for program in PROGRAMS], chosen.only)
+    if chosen.on == "ray":
+        names = []  # their processes are not Ray's
     if not loops and not names:
         everything = [task.name for task in TASKS] + [each.name for each in PROGRAMS]
         words, listed = " ".join(chosen.only), ", ".join(map(repr, everything))
@@ -62,11 +69,16 @@ def _matching(kind: str, names: Sequence[str], words: Sequence[str]) -> list[str
 
 
 def _loops(tasks: Sequence[str], chosen: Namespace, console: Console) -> dict[str, Any]:
-    ways = chosen.ways or available()
+    measure, ways = _measure, available()
+    if chosen.on == "ray":
+        from . import on_ray  # where there is no Ray, the rest still works
+
+        measure, ways = on_ray.measure, on_ray.WAYS
+    ways = chosen.ways or ways
     total = chosen.rounds * len(tasks) * len(ways)
     with Progress(transient=True) as progress:
         bar = progress.add_task("loops", total=total)
-        samples = _measure(tasks, ways, chosen.rounds, lambda: progress.advance(bar))
+        samples = measure(tasks, ways, chosen.rounds, lambda: progress.advance(bar))
     summary = summarize(samples)
     show(summary, console)
     if BASE in ways and len(ways) > 1:

@@ -22,7 +22,7 @@ def installed() -> list[str]:
     return [name for name, package in _PACKAGES.items() if find_spec(package)]
 
 
-class _Server:
+class Server:
     """What is called, as methods of an actor."""
 
     def nothing(self) -> None:
@@ -62,11 +62,16 @@ class _Waiting:
 
 
 def ray_caller() -> Caller:
-    """Calls of an actor's methods; its results stay there until they are asked for."""
+    """Calls of an actor on a node of its own."""
     import ray
 
     ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
-    server = ray.remote(_Server).remote()
+    return caller_of(ray.remote(Server).remote())
+
+
+def caller_of(server: Any) -> Caller:
+    """Calls of a Ray actor's methods; its results stay there until they are asked for."""
+    import ray
 
     def start(func: Any, args: tuple[Any, ...]) -> _Waiting:
         reference = getattr(server, func.__name__).remote(*args)
@@ -79,7 +84,7 @@ def monarch_caller() -> Caller:
     """Calls of an actor's endpoints."""
     from monarch.actor import Actor, endpoint, this_host
 
-    methods = {n: f for n, f in vars(_Server).items() if not n.startswith("_")}
+    methods = {n: f for n, f in vars(Server).items() if not n.startswith("_")}
     endpoints = {name: endpoint(method) for name, method in methods.items()}
     kind = type("Server", (Actor,), endpoints)
     server = this_host().spawn_procs(per_host={"servers": 1}).spawn("server", kind)
