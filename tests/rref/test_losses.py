@@ -278,6 +278,19 @@ def test_a_reply_that_comes_too_late_is_given_back(
     posted.post.release()
 
 
+def test_a_call_ends_in_time_although_the_owner_of_its_result_is_silent(
+    posted: PostedWorld,
+) -> None:
+    posted.post.hold(ADOPT)
+    with pytest.raises(gw.CallTimeout, match="make_at on worker 'worker2'"):
+        gw.rpc_sync("worker2", make_at, ("worker1", "silent"), timeout=0.2)
+    future = gw.rpc_async("worker2", make_at, ("worker1", "mute"), timeout=0.2)
+    with pytest.raises(gw.CallTimeout, match="make_at on worker 'worker2'"):
+        future.wait()
+    posted.post.release()
+    wait_until_freed("silent", "mute")
+
+
 def test_a_reply_is_waited_for_while_its_call_is_under_way(posted: PostedWorld) -> None:
     posted.post.hold(-CALL)
     future = gw.rpc_async("worker2", make_at, ("worker1", "patient"))

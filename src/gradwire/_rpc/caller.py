@@ -150,14 +150,16 @@ class Caller:
                     peer.card, number, parcel, deadline=limit, is_over=is_over
                 )
             except TimeoutError as error:
-                what, reason = describe(what), why_not_connected(error)
-                raise self.timeout_error(what, peer.name, seconds, reason) from None
+                reason = why_not_connected(error)
+                raise self._late(what, peer, seconds, reason) from None
             except WorkerLostError as error:
                 if self._closed:  # it is we who have left
                     raise ClosedError("this worker was shut down") from error
                 raise
             value = self._open(peer, what, frame)
-            return after(frame, value) if frame.waits else value
+            if frame.waits:
+                after(frame, limit, lambda: self._late(what, peer, seconds))
+            return value
         finally:
             del self._exchanging[number]  # atomic, as copying it: it needs no lock
             if parcel.freight:
@@ -236,9 +238,14 @@ class Caller:
             future.set_result(value)
             return
 
+        def outcome() -> Any:
+            limit = None if pending.deadline == _FOR_EVER else pending.deadline
+            after(frame, limit, lambda: too_late(pending, self.timeout_error))
+            return value
+
         def finish() -> None:
             try:
-                settle(future, lambda: after(frame, value))
+                settle(future, outcome)
             finally:
                 self._opening.discard(call)
 
@@ -372,6 +379,11 @@ class Caller:
         for pending in late:
             fail(pending, too_late(pending, self.timeout_error))
 
+    def _late(
+        self, what: Any, peer: Peer, seconds: float, reason: str = ""
+    ) -> CallTimeout:
+        return self.timeout_error(describe(what), peer.name, seconds, reason)
+
     def _open(self, peer: Peer, func: Any, frame: Frame) -> Any:
         """The result in a response; raises the exception in it."""
         try:
@@ -388,11 +400,19 @@ class Caller:
         return message.value
 
 
-def after(frame: Frame, value: Any) -> Any:
-    """The value of a frame, once everything it depends on has completed."""
-    for wait in frame.waits:
-        wait.wait()
-    return value
+def after(
+    frame: Frame, deadline: float | None, late: Callable[[], CallTimeout]
+) -> None:
+    """Wait until everything that the message in a frame depends on has completed.
+
+    Raises:
+        CallTimeout: what `late` returns: it has not by the deadline.
+    """
+    try:
+        for wait in frame.waits:
+            wait.wait(deadline)
+    except TimeoutError:
+        raise late() from None
 
 
 def account(freights: Iterable[Freight], *, arrived: bool) -> None:

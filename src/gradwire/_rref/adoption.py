@@ -8,6 +8,7 @@ fork, and so the value.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Protocol
@@ -67,19 +68,21 @@ class Adoption:
             self.is_over = True
             self._registry.adopted(self._holding, self._sender, self._token)
 
-    def wait(self) -> None:
+    def wait(self, deadline: float | None = None) -> None:
         """Wait for the owner.
 
         Raises:
             StaleReferenceError: the value is gone.
             WorkerLostError: the owner is gone.
+            TimeoutError: it was silent until the deadline.
         """
         while not self.is_over:
             self.begin()
             answer = self._answer
             assert answer is not None
+            left = None if deadline is None else deadline - time.monotonic()
             try:
-                accepted = answer.wait()
+                accepted = answer.wait(left)
             except CallTimeout:
                 if self._answer is answer:
                     self._answer = None

@@ -53,8 +53,8 @@ class Freight(Protocol):
 class Wait(Protocol):
     """Something that completes on its own."""
 
-    def wait(self) -> Any:
-        """Wait for it to complete; raises its error."""
+    def wait(self, deadline: float | None = None) -> Any:
+        """Wait for it to complete; raises its error, or TimeoutError at the deadline."""
 
     def settle(self) -> None:
         """Wait for it to complete, with or without an error."""
