@@ -1,10 +1,10 @@
-"""Anomaly mode in a pass: an error names the line of the forward that it comes from.
+"""Anomaly mode in a pass: an error names the line of the forward pass that it comes from.
 
-torch keeps the line that made a node with the node, while anomaly mode is on, and prints it as a
-warning when the node fails: here that would be on whatever worker the node is. So the nodes of a
-run are noted as they are entered, and what is known of the last one goes with the error.
+While anomaly mode is on, torch stores with each node the line that created it, and prints it as a
+warning when the node fails: here that would be on whichever worker the node is. So the nodes of a
+run are recorded as they are entered, and what is known of the last one travels with the error.
 
-The mode itself travels: with calls, by `_rpc/torch_modes.py`; with a pass, in its flags.
+The mode itself travels with calls, by `_rpc/torch_modes.py`, and with a pass, in its flags.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def flags() -> int:
 
 @contextmanager
 def explained(sources: Iterable[Any], run: Run, flags: int) -> Iterator[None]:
-    """Run what these nodes reach in anomaly mode; an error gets a note of where it comes from."""
+    """Run what these nodes reach in anomaly mode; an error gets a note of its origin."""
     entered: dict[int, Any] = {}
 
     def enter(node: Any, _: Any) -> None:
@@ -57,7 +57,7 @@ def explained(sources: Iterable[Any], run: Run, flags: int) -> Iterator[None]:
 
 
 def _reached(sources: Iterable[Any]) -> list[Any]:
-    """The nodes of a graph, but leaves."""
+    """The nodes of a graph, except leaves."""
     found: dict[Any, None] = {}
     stack = list(sources)
     while stack:
@@ -70,14 +70,14 @@ def _reached(sources: Iterable[Any]) -> list[Any]:
 
 
 def _failed(entered: dict[int, Any], error: Exception) -> Any:
-    """The node that failed: of those that threads were in, the one it names, or the latest."""
+    """The node that failed: among those being run, the one that the error names, or the latest."""
     nodes = list(entered.values())
     named = [node for node in nodes if f"'{node.name()}'" in str(error)]
     return (named or nodes or [None])[-1]
 
 
 def _forward(node: Any) -> str:
-    """Where a node was made; and, if in a backward, where the node that made it was made."""
+    """Where a node was created; if in a backward, also where the node that created it was."""
     text = f"{node.name()} was made in the forward here:\n{_lines(node)}"
     parent = node.metadata.get("parent_")
     if parent is not None:

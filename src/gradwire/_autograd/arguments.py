@@ -1,4 +1,4 @@
-"""The arguments of a pass, checked where it is called; the texts are those of PyTorch."""
+"""Checks the arguments of a pass where it is called; the messages are PyTorch's."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import GradwireError
 
 
 def are_usual(context_id: Any, roots: Any) -> bool:
-    """Whether a backward pass can be begun with these; if not, those below say why."""
+    """Whether a backward pass can start with these; if not, the functions below say why."""
     if type(context_id) is not int or not isinstance(roots, (list, tuple)):
         return False
     for root in roots:
@@ -21,10 +21,10 @@ def are_usual(context_id: Any, roots: Any) -> bool:
 
 
 def check_call(context_id: Any, roots: Any) -> None:
-    """Refuse what no backward pass can be begun with.
+    """Reject arguments with which no backward pass can start.
 
     Raises:
-        TypeError: the id is no number, or these are no tensors.
+        TypeError: the id is not a number, or the roots are not tensors.
     """
     is_list = isinstance(roots, (list, tuple))
     if not _is_id(context_id) or not is_list or not _are_tensors(roots):
@@ -35,10 +35,10 @@ def check_call(context_id: Any, roots: Any) -> None:
 
 
 def check_id(context_id: Any) -> None:
-    """Refuse what cannot be the id of a context.
+    """Reject what cannot be the id of a context.
 
     Raises:
-        TypeError: it is no number.
+        TypeError: it is not a number.
     """
     if not _is_id(context_id):
         raise TypeError(
@@ -56,10 +56,10 @@ def _are_tensors(given: Iterable[Any]) -> bool:
 
 
 def as_flag(name: str, given: Any) -> bool:
-    """What was given for an option; None is no.
+    """The value of a boolean option; None means False.
 
     Raises:
-        TypeError: it is neither yes nor no.
+        TypeError: it is not a bool.
     """
     if given is None or isinstance(given, bool):
         return bool(given)
@@ -67,10 +67,10 @@ def as_flag(name: str, given: Any) -> bool:
 
 
 def as_tensors(name: str, given: Any) -> Sequence[Tensor]:
-    """The tensors that an argument of `grad` gives: one, or a list.
+    """The tensors in an argument of `grad`: one, or a list.
 
     Raises:
-        TypeError: they are none.
+        TypeError: not tensors.
         ValueError: the list is empty.
     """
     tensors = (given,) if isinstance(given, Tensor) else given
@@ -85,11 +85,11 @@ def as_tensors(name: str, given: Any) -> Sequence[Tensor]:
 
 
 def as_gradients(given: Any, outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
-    """What flows into each output: what was given, and None where that is ones.
+    """The gradient of each output: as given, or None for ones.
 
     Raises:
-        TypeError, ValueError: those given do not fit.
-        GradwireError: none is given for an output that is no scalar.
+        TypeError, ValueError: the given ones do not match the outputs.
+        GradwireError: there is none for an output that is not a scalar.
     """
     gradients = (given,) if isinstance(given, Tensor) else given
     if gradients is None:
@@ -121,10 +121,10 @@ def as_gradients(given: Any, outputs: Sequence[Tensor]) -> Sequence[Tensor | Non
 
 
 def check_inputs(inputs: Sequence[Tensor]) -> None:
-    """Refuse to look for gradients where none flow.
+    """Reject inputs without gradients.
 
     Raises:
-        GradwireError: one of them requires none.
+        GradwireError: one does not require grad.
     """
     for index, tensor in enumerate(inputs):
         if not tensor.requires_grad:
@@ -134,10 +134,10 @@ def check_inputs(inputs: Sequence[Tensor]) -> None:
 
 
 def check_used(found: Sequence[Tensor | None]) -> None:
-    """Refuse to have found nothing for an input.
+    """Reject unused inputs.
 
     Raises:
-        GradwireError: so it is.
+        GradwireError: an input has no gradient.
     """
     unused = [index for index, gradient in enumerate(found) if gradient is None]
     if unused:
@@ -148,10 +148,10 @@ def check_used(found: Sequence[Tensor | None]) -> None:
 
 
 def check_roots(roots: Sequence[Tensor]) -> None:
-    """Refuse roots that nothing can be computed from.
+    """Reject roots without gradients.
 
     Raises:
-        GradwireError: there are none, or one is no scalar with a history.
+        GradwireError: there are none, or one is not a scalar with a history.
     """
     if not roots:
         raise GradwireError("No tensors provided for gradient computation.")
@@ -175,7 +175,7 @@ def check_history(tensor: Tensor) -> None:
 
 
 def check_kinds(tensors: Sequence[Tensor]) -> None:
-    """Refuse to send what no gradients could come back for: they would have other sizes.
+    """Reject tensors whose gradients could not be sent back: they would have other sizes.
 
     Raises:
         TypeError: one of them is nested.

@@ -1,12 +1,12 @@
-"""Telling other workers that contexts are over: said until answered.
+"""Telling other workers that contexts have ended, until they acknowledge it.
 
-The word rides on the next request of a context to that worker, one on each, so that no thread is
-woken for it at either end; what is left after a moment, because there is no such request or it was
-not answered, is gathered into messages of its own. To be told twice does no harm.
+The report is piggybacked on the next request of another context to that worker, one per request, so
+that it wakes no thread at either end. What is left after a moment, because there was no such
+request or no response, is batched into messages of its own. Reports are idempotent.
 
-The worker that began a context tells those it knows, and they tell those they know. Whoever would
-have heard of it from a worker that is lost *claims* it where it was begun: there it is known from
-then on, or hears that it is over.
+The worker that began a context tells the workers it knows, and these tell those they know. A worker
+that would have learned it from a lost one *claims* the context where it was begun: that worker then
+tells it of the end, or responds that the context has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PAUSE = 0.5
 
 
 class Word:
-    """That a context is over, for one worker; the freight of a request that takes it along."""
+    """The report that a context has ended, for one worker; the freight of its request."""
 
     __slots__ = ("context", "is_told", "worker")
 
@@ -47,11 +47,11 @@ class Word:
         self.is_told = True
 
     def in_doubt(self) -> None:
-        """It will be told once more."""
+        """It will be sent once more."""
 
 
 class Releases:
-    """What is to be told by one worker."""
+    """The reports of one worker."""
 
     def __init__(self, executor: Executor, send: Send) -> None:
         self._executor = executor
@@ -69,7 +69,7 @@ class Releases:
         self._deferred.add(word)
 
     def take(self, worker: int) -> Word | None:
-        """What a request to a worker is to tell it."""
+        """The report to piggyback on a request to a worker."""
         free = self._free.get(worker)
         try:
             return free.pop() if free else None  # in one step: it needs no lock
@@ -79,7 +79,7 @@ class Releases:
     def claim(
         self, worker: int, contexts: Sequence[int], over: Callable[[int], None]
     ) -> None:
-        """Have contexts known to the worker that began them; `over` is told which are over."""
+        """Claim contexts at the worker that began them; `over` is told which have ended."""
 
         def answered(found: Any) -> None:
             for context in found:
@@ -88,7 +88,7 @@ class Releases:
         self._say(worker, Claim(tuple(contexts)), answered)
 
     def _is_due(self, word: Word) -> bool:
-        """Whether a word that is late has not been told; no request takes it from now on."""
+        """Whether a late report is still unsent; no request takes it from now on."""
         try:
             self._free[word.worker].remove(word)
         except ValueError:  # a request has taken it

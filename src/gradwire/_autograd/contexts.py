@@ -1,12 +1,12 @@
 """Contexts: what one worker knows of a forward/backward session, and the table of them.
 
 A context is known on every worker that its calls reach, under one id: the worker that began it and
-a count. It comes to be where it is begun, or when the first message that carries its id arrives;
-it ends when the worker that began it says so. A message that is later than that finds a context
-that is not in the table, and what is recorded in it goes with the message.
+a counter. It is created where it is begun, or when the first message with its id arrives; it ends
+when the worker that began it says so. A message that arrives later gets a context that is not in
+the table, and what is recorded in it is freed with the message.
 
-Which context is *current* is kept by `contextvars`: per thread, and per task of an event loop. It
-is kept for each worker by itself, because several can live in one process.
+`contextvars` hold which context is *current*: per thread, and per task of an event loop; and
+separately for each worker, because several can live in one process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MOST_REMEMBERED = 4096  # contexts, and passes of one, that have ended
 
 
 class Part(Protocol):
-    """What others want of a pass (`parts.py`)."""
+    """What others need of a pass (`parts.py`)."""
 
     @property
     def is_under_way(self) -> bool: ...
@@ -45,7 +45,7 @@ class Part(Protocol):
 
 
 class Memory(OrderedDict[int, None]):
-    """The last numbers noted. What comes after thousands of others is late."""
+    """The most recent numbers: a bounded set, from which the oldest are dropped."""
 
     def add(self, number: int) -> None:
         self[number] = None
@@ -54,19 +54,19 @@ class Memory(OrderedDict[int, None]):
 
 
 class Numbers:
-    """Numbers that no other worker uses: a worker's id and a count."""
+    """Numbers that no other worker uses: a worker's id and a counter."""
 
     def __init__(self, worker: int) -> None:
         self.next = itertools.count((worker << _COUNT_BITS) + 1).__next__
 
 
 def owner(number: int) -> int:
-    """The worker that made a number."""
+    """The worker that drew a number."""
     return number >> _COUNT_BITS
 
 
 class Context:
-    """One session, as one worker knows it. May be used by several threads."""
+    """One session, as one worker knows it. Thread-safe."""
 
     is_released = False
 
@@ -101,12 +101,12 @@ class Context:
         return send
 
     def add_recv(self, number: int, sender: int, node: Any) -> None:
-        """What `make_recv` gave belongs to a message of this context."""
+        """Assign the result of `make_recv` to a message of this context."""
         node.crossing.become(number, sender, self.id)
         self.recvs[number] = node  # in one step, as copying it: it needs no lock
 
     def add_gradients(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
-        """Gradients of one leaf add up. Those that were handed out are left alone."""
+        """Accumulate gradients of a leaf. Those that were handed out are not modified."""
         with self.lock:
             known = self.gradients
             for leaf, gradient in found:
@@ -115,7 +115,7 @@ class Context:
                     known[leaf] = add(before, gradient)
 
     def segments(self) -> Segments:
-        """Its graph here as it is now; with the lock."""
+        """Its current graph on this worker; with the lock."""
         segments = self._segments
         if segments.count < len(self.sends):
             for send in [*islice(self.sends.values(), segments.count, None)]:
@@ -123,7 +123,7 @@ class Context:
         return segments
 
     def clear(self) -> list[Part]:
-        """Let go of everything; the passes that were known."""
+        """Free everything; returns the known passes."""
         with self.lock:
             self.is_released = True
             parts = list(self.parts.values())
@@ -132,18 +132,18 @@ class Context:
         return parts
 
     def passes(self) -> int:
-        """How many are under way here."""
+        """How many are in progress here."""
         with self.lock:
             parts = list(self.parts.values())  # in one step: passes end meanwhile
         return sum(part.is_under_way for part in parts)
 
     def begin_pass(self, numbers: Numbers) -> tuple[int, int]:
-        """The number of a new pass, and that of the oldest one that was begun here and goes on.
+        """The number of a new pass, and that of the oldest one begun here that is in progress.
 
         With the lock. Ends with `led.discard`.
 
         Raises:
-            GradwireError: the context is over.
+            GradwireError: the context has ended.
         """
         if self.is_released:
             raise unknown(self.id)
@@ -152,13 +152,13 @@ class Context:
         return number, min(self.led)
 
     def is_over(self, number: int) -> bool:
-        """Whether a pass has ended, as far as is known; with the lock."""
+        """Whether a pass is known to have ended; with the lock."""
         return number in self.aborted or number < self._since.get(owner(number), 0)
 
     def forget_passes(self, number: int, since: int) -> None:
-        """Whoever leads this pass has ended those before `since`; with the lock.
+        """The leader of this pass has ended all before `since`; with the lock.
 
-        What still runs here is of one that failed: the word of that must find it.
+        Those still running here have failed, and the report of that must find them.
         """
         leader = owner(number)
         if since > self._since.get(leader, 0):
@@ -174,7 +174,7 @@ class Context:
 
 
 def add(before: Tensor, more: Tensor) -> Tensor:
-    """The sum of two gradients, with a history if one has any, whatever the mode is."""
+    """The sum of two gradients, with a history if one has any, in any grad mode."""
     if before.layout is not torch.strided:
         before, more = more, before  # not implemented that way where one is dense
     if before.requires_grad or more.requires_grad:
@@ -207,10 +207,10 @@ class Contexts:
             return iter(list(self._contexts.values()))
 
     def new(self) -> Context:
-        """A new context, which is the current one of this thread from now on.
+        """A new context, which becomes the current one of this thread.
 
         Raises:
-            GradwireError: it has one already.
+            GradwireError: it already has one.
         """
         current = self._current.get()
         if current is not None and not current.is_released:
@@ -229,7 +229,7 @@ class Contexts:
 
     @contextmanager
     def entered(self, context: Context | None) -> Iterator[None]:
-        """Make a context the current one; None: have none."""
+        """Make a context the current one; None for no context."""
         before = self._current.get()
         self._current.set(context)
         try:
@@ -244,7 +244,7 @@ class Contexts:
         sender: int,
         message: Any,
     ) -> Any:
-        """Handle a message in the context that it came with."""
+        """Handle a message in its context."""
         current = self._current
         before = current.set(context)
         try:
@@ -264,7 +264,7 @@ class Contexts:
         return context
 
     def arrived(self, number: int) -> Context:
-        """The context that a message came with."""
+        """The context of an arriving message."""
         context = self._contexts.get(number)
         if context is not None:
             return context
@@ -278,7 +278,7 @@ class Contexts:
     def claimed(self, numbers: Iterable[int], worker: int) -> tuple[int, ...]:
         """A worker has contexts that were begun here: it will be told of their end.
 
-        Those of them that are over.
+        Returns those of them that have ended.
         """
         over = []
         for number in numbers:
@@ -290,7 +290,7 @@ class Contexts:
         return tuple(over)
 
     def remove(self, number: int) -> Context | None:
-        """Take a context off the table; None if it was not there."""
+        """Remove a context from the table; None if it was not there."""
         if owner(number) == self._worker:  # what is late will not bring it back
             context = self._contexts.pop(number, None)
         else:

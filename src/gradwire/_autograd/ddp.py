@@ -1,12 +1,13 @@
 """Parameters that DistributedDataParallel averages over its replicas.
 
-Its reducer hangs on to the AccumulateGrad nodes of its parameters, in C++, and works on `.grad`. So
-where such parameters take part, the engine must really accumulate: for the time of the run, `.grad`
-is what the context has, and goes back to it; then what was there is put back. A reducer waits for
-all parameters of its module, which several runs of a pass may reach, and then sets all of them.
+Its reducer hooks the AccumulateGrad nodes of its parameters, in C++, and works on `.grad`. So where
+such parameters take part, the engine must really accumulate: during the run, `.grad` holds the
+context's gradients, which are then moved back, and the previous `.grad` is restored. A reducer
+waits for all parameters of its module, which several runs of a pass may reach, and then sets all of
+them.
 
-There is no list of such modules. While there are workers, they are seen when they are made. Those
-that are older are looked for among all objects when the first worker begins, if there is a process
+There is no registry of such modules. While there are workers, they are registered on creation.
+Older ones are searched for among all objects when the first worker starts, if there is a process
 group then: without one there can be none.
 """
 
@@ -41,7 +42,7 @@ _handle: Any = None
 
 
 class Replica:
-    """A module and its parameters. Its reducer is not made for two passes at once."""
+    """A module and its parameters. Its reducer does not support two passes at once."""
 
     def __init__(self, module: Module) -> None:
         found = [p for p in module.parameters() if p.requires_grad]
@@ -76,7 +77,7 @@ def replicated(nodes: Iterable[Any]) -> list[Replica]:
 
 
 def watch() -> None:
-    """Note such modules from now on, and find those that there are. Ends with `unwatch`."""
+    """Register such modules from now on, and find existing ones. Ends with `unwatch`."""
     global _watchers, _handle
     with _lock:
         _watchers += 1
@@ -92,7 +93,7 @@ def watch() -> None:
 
 
 def unwatch() -> None:
-    """The last of those who watch leaves nothing behind in torch."""
+    """The last to unwatch removes all hooks from torch."""
     global _watchers
     with _lock:
         _watchers -= 1
@@ -106,7 +107,7 @@ def _note(module: DistributedDataParallel, replica: Replica) -> None:
 
 
 def _gets_part(module: Module, name: str, part: Module) -> None:
-    """One that is replicated gets its part when it is made."""
+    """A replicated module is registered when it is created."""
     if isinstance(module, DistributedDataParallel):
         replica = Replica(part)
         with _lock:
@@ -115,13 +116,13 @@ def _gets_part(module: Module, name: str, part: Module) -> None:
 
 @contextmanager
 def _taken(replica: Replica, is_over: Callable[[], bool]) -> Iterator[None]:
-    """For one pass at a time.
+    """Used by one pass at a time.
 
-    Two passes may each have a module that the other wants, on different workers: so nobody waits
-    for long.
+    Two passes may each hold a module that the other needs, on different workers: so the wait is
+        limited.
 
     Raises:
-        GradwireError: another has it for too long, or the pass is over.
+        GradwireError: another pass holds it for too long, or the pass has ended.
     """
     deadline = time.monotonic() + _PATIENCE
     while not replica.lock.acquire(timeout=_NAP):

@@ -1,4 +1,4 @@
-"""Gradients on their way from a recv to the matching send.
+"""Gradients in transit from a recv to the matching send.
 
 Where gradients are to be differentiable, they are themselves tensors that leave one worker and
 arrive at another in the same context: a send here, a recv there, for later passes.
@@ -61,7 +61,7 @@ def bare(gradients: Gradients) -> Gradients | None:
 
 
 def copied(delivery: Delivery) -> Delivery:
-    """With memory of their own, as they would have if they had come by a message."""
+    """With their own memory, as if they had arrived in a message."""
     gradients = [None if g is None else g.clone() for g in delivery.gradients]
     return Delivery(delivery.send, gradients, delivery.link, delivery.linked)
 
@@ -69,11 +69,11 @@ def copied(delivery: Delivery) -> Delivery:
 def take(
     context: Context, sender: int, delivery: Delivery
 ) -> tuple[int, tuple[int, ...], Sequence[Tensor | None]]:
-    """Take what came for a message: which, the slots that have gradients, and the gradients.
+    """Accept the gradients of a message: its number, the slots with gradients, and the gradients.
 
     Raises:
-        ProtocolError: some are missing, or they are for nothing that was sent.
-        GradwireError: the context is over, and all that was sent with it.
+        ProtocolError: some are missing, or they belong to nothing that was sent.
+        GradwireError: the context has ended, and with it everything that was sent in it.
     """
     number, gradients, link, linked = delivery
     send = context.sends.get(number)

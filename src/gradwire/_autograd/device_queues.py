@@ -1,15 +1,15 @@
-"""Gates before the sends that wait, where a graph has nodes on devices too.
+"""Markers before the sends that wait, where a graph also has nodes on devices.
 
-A send that waits must be entered only when nothing else can be run (`segments.py`). For nodes on
-the CPU their numbers see to that: all are run by one thread, which takes the highest first. Nodes
-on a device are run by a thread of torch's own for that device. While they are, the CPU's thread may
-find nothing but a send, enter it, and be asleep when the device hands nodes back to the CPU: say
-that of a recv, whose gradients the other workers need before they can send any here.
+A send that waits must be entered only when nothing else can run (`segments.py`). For nodes on the
+CPU, sequence numbers ensure that: one thread runs all of them, highest first. Nodes on a device are
+run by torch's own thread for that device. Meanwhile the CPU's thread may find nothing but a send,
+enter it, and be blocked when the device hands nodes back to the CPU: say that of a recv, whose
+gradients the other workers need before they can send any here.
 
-So, before each such send, a signal goes round: to the queue of every device and back to the CPU's,
-through nodes that are the last in each. When one comes out of a queue, all that was in it has been
-run. Every time that a gradient can go from one queue to another costs a round more. Only then the
-send is entered; and the next signal, for the send before, is sent when it has returned.
+So, before each such send, a marker goes round: to the queue of every device and back to the CPU's,
+through nodes that are last in each. When it comes out of a queue, everything before it has run.
+Every time that a gradient can pass from one queue to another adds a round. Only then is the send
+entered; and the next marker, for the send before, starts when that has returned.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def are_needed() -> bool:
 
 
 def put_before(sends: Sequence[Send], sources: Iterable[Any]) -> list[Tensor]:
-    """What to start from instead of sends, given from the oldest to the newest on.
+    """What to start from instead of sends, given oldest first.
 
     `sources`: the nodes where the segment begins.
     """
@@ -94,7 +94,7 @@ def _hop(device: torch.device, below: list[Tensor]) -> Tensor:
 
 
 class _Hop(Function):
-    """Passes the signal on."""
+    """Passes the marker on."""
 
     @staticmethod
     def forward(ctx: Any, device: torch.device, *below: Tensor) -> Tensor:

@@ -1,15 +1,15 @@
 """One call of torch's engine for one segment: the C++ engine does the work.
 
-The engine is called with all sources of the segment at once, and asked for the gradients of the
-leaves it reaches. The nodes of the crossings call back: a send for its gradients, for which it may
-have to wait; a recv with its own. For that the engine is asked to reach the token behind the recvs.
-Where it can be, this is cut short: if the gradients of all sends are there, the engine starts with
-these behind the sends; and of a small graph it is asked for the gradients of the recvs. Then no
-Python is run inside, but what users have put there.
+The engine is called with all sources of the segment at once, for the gradients of the leaves it
+reaches. The nodes of crossings call back: a send for its gradients, for which it may have to wait;
+a recv with its own. To run recvs, the engine is asked to reach the token behind them. Where
+possible, this is cut short: if the gradients of all sends have arrived, the engine starts with them
+behind the sends; and of a small graph it is asked for the gradients of the recvs. Then no Python
+runs inside, except the user's own.
 
-`Variable._execution_engine.run_backward` is what `torch.autograd.grad` calls once it has looked at
-its arguments, which takes longer than running a small graph does. If it goes away, that takes its
-place. So with `_profiler_enabled`: without it, every pass would pay for being recorded.
+`Variable._execution_engine.run_backward` is what `torch.autograd.grad` calls after checking its
+arguments, which takes longer than running a small graph. If it is removed, that takes its place.
+The same holds for `_profiler_enabled`: without it, every pass would pay for being recorded.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _run_backward: Callable[..., Gradients] = (
 
 
 class Job(NamedTuple):
-    """What to run, from where, what for, and how."""
+    """What to run: from where, for which gradients, and how."""
 
     roots: Sequence[tuple[Tensor, Tensor | None]]
     """Roots, and the gradients that flow into them; None: ones."""
@@ -110,9 +110,9 @@ def accumulate(job: Job, run: Run) -> None:
 def _call(
     job: Job, inputs: tuple[GradientEdge, ...], nodes: Sequence[Crossing], run: Run
 ) -> Gradients:
-    """What the engine finds for the inputs. No inputs: all leaves, to be accumulated.
+    """What the engine returns for the inputs. No inputs: all leaves, to be accumulated.
 
-    `nodes`: those that will call back.
+    `nodes`: those that call back.
     """
     outputs, given = _sources(job)
     for crossing in nodes:
@@ -136,7 +136,7 @@ def _call(
 
 
 def _sources(job: Job) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """Where the engine begins, and with what. Nobody else has what was given then."""
+    """Where the engine starts, and with which gradients. They are not shared."""
     outputs: list[Any] = []
     gradients: list[Tensor] = []
     for root, given in job.roots:
@@ -156,7 +156,7 @@ def _sources(job: Job) -> tuple[list[Any], tuple[Tensor, ...]]:
 def _sends(
     job: Job, outputs: list[Any], gradients: list[Tensor]
 ) -> tuple[list[Any], tuple[Tensor, ...]]:
-    """To these, the nodes of sends, which ask for their gradients."""
+    """The same, from the nodes of sends, which ask for their gradients."""
     for send in job.sends:
         send.keep_ends()
     starts = [send.output for send in job.sends]

@@ -1,7 +1,7 @@
-"""What goes wrong in a pass, carried to the worker that began it.
+"""Errors in a pass, carried to the worker that began it.
 
-An error is put in words once, where it happens, and made an exception again once, where the pass
-began; workers between pass on what they got.
+An error is described once, where it happens, and recreated once, where the pass began; workers in
+between pass on the description.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .messages import Failed
 
 
 def describe(error: BaseException, worker: int, *, pickles: bool) -> Failed:
-    """An error on a worker, with its notes. `pickles`: those who hear of it may unpickle."""
+    """An error on a worker, with its notes. `pickles`: the receivers may unpickle."""
     pickler = PickleSerializer({}, same_main=False) if pickles else None
     failure = describe_failure(error, pickler)
     return Failed(
@@ -40,7 +40,7 @@ def revive(failed: Failed, name: str, *, pickles: bool) -> Exception:
 
 
 def to_raise(failed: Failed, error: BaseException) -> BaseException:
-    """What the caller of a pass gets: which worker, and the error as its cause."""
+    """The error for the caller of a pass: names the worker, with the original as its cause."""
     if isinstance(error, WorkerLostError) or not isinstance(error, Exception):
         return error
     text = failed.message or failed.type_name

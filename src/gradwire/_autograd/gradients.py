@@ -1,9 +1,9 @@
-"""Where the gradients of leaves go: into the context, and `.grad` only where asked for.
+"""Where the gradients of leaves go: into the context, and into `.grad` only on request.
 
 The engine captures them on the way into the AccumulateGrad nodes, after the hooks of the leaves.
-What those nodes do besides adding up is done here, by the same rules: the hooks of the node that
-come first are called; a buffer that nobody else has is kept, any other is copied, laid out like its
-leaf; then its other hooks are called.
+What those nodes do besides accumulating is done here, by the same rules: the pre-hooks of the node
+run; a buffer that nobody else references is kept, any other is copied, laid out like its leaf; then
+its post-hooks run.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def look_at(nodes: Iterable[Any]) -> list[Leaf]:
 def keep_plain(
     context: Context, leaves: Iterable[Tensor], gradients: Iterable[Tensor | None]
 ) -> None:
-    """Add gradients that came by a message to the context, where there are no hooks."""
+    """Add gradients that arrived in a message to the context, where there are no hooks."""
     found = [
         (leaf, _own(leaf, gradient, is_ours=True))
         for leaf, gradient in zip(leaves, gradients, strict=True)
@@ -61,7 +61,7 @@ def keep(
 ) -> None:
     """Add what the engine captured for these leaves to the context. Empties the list.
 
-    `are_ours`: nobody else has their memory, because they came by a message.
+    `are_ours`: they arrived in a message, so nobody else has their memory.
     """
     shared = () if are_ours or len(captured) < 2 else _shared_storages(captured)
     for index, (leaf, before, after) in enumerate(leaves):
@@ -145,7 +145,7 @@ def _add_to_grad(leaf: Tensor, gradient: Tensor) -> None:
 
 
 def _accumulate(leaf: Tensor, gradient: Tensor) -> None:
-    """Do as an ordinary backward does."""
+    """Do what an ordinary backward does."""
     _add_to_grad(leaf, gradient)
     for hook in hooks.of_grad(leaf):
         hook(leaf)

@@ -1,13 +1,13 @@
 """Hooks that users put on leaves, on the nodes behind them, and on sends and recvs.
 
-torch calls them where it runs a node. A pass does not run the nodes behind leaves, so their hooks
-are called by `gradients.py`; and it cuts sends and recvs short, unless they have hooks.
+torch calls them where it runs a node. A pass does not run the nodes behind leaves, so
+`gradients.py` calls their hooks; and it bypasses sends and recvs, unless they have hooks.
 
-Few programs put hooks on nodes, and to ask a node for its hooks takes long (5 µs). So it is asked
-only if a hook of any kind was ever made in this process: torch numbers the handles of all.
+Few programs put hooks on nodes, and asking a node for its hooks is slow (5 µs). So it is asked only
+if a hook of any kind was ever created in this process: torch numbers the handles of all.
 
 Private torch names used here: `Tensor._backward_hooks` and `_post_accumulate_grad_hooks`, the only
-places where the hooks of a tensor stand. Without them those of leaves would not be called.
+access to the hooks of a tensor. Without them those of leaves would not be called.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ def were_made() -> bool:
 
 
 def leave_out(_: RemovableHandle) -> None:
-    """A handle of ours is not for a node."""
+    """Do not count a handle of ours."""
     _not_on_nodes[0] += 1
 
 
 def before(node: Any) -> Hooks:
-    """Those that are called before a node is run."""
+    """The hooks called before a node runs."""
     return _known_to(node.register_prehook) if were_made() else ()
 
 
 def after(node: Any) -> Hooks:
-    """Those that are called when a node was run."""
+    """The hooks called after a node has run."""
     return _known_to(node.register_hook) if were_made() else ()
 
 
 def called(node: Any, gradients: Gradients, given: Any) -> Gradients:
-    """What the hooks of a node, which is not run itself, make of the gradients it yields."""
+    """The gradients after the hooks of a node that is not itself run."""
     for hook in before(node):
         hook((given,))
     for hook in after(node):
@@ -59,18 +59,18 @@ def called(node: Any, gradients: Gradients, given: Any) -> Gradients:
 
 
 def of_tensor(tensor: torch.Tensor) -> Any:
-    """The hooks that get the gradient of a tensor; nothing if there are none."""
+    """The hooks that receive the gradient of a tensor; empty if there are none."""
     return tensor._backward_hooks
 
 
 def of_grad(leaf: torch.Tensor) -> Hooks:
-    """The hooks that are called when `.grad` of a leaf was filled."""
+    """The hooks called when `.grad` of a leaf has been accumulated."""
     found = getattr(leaf, "_post_accumulate_grad_hooks", None)
     return list(found.values()) if found else ()
 
 
 def _known_to(register: Callable[..., Any]) -> Hooks:
-    """There is no list of the hooks of a node, but a new one gets to know the others."""
+    """A node does not list its hooks, but a new hook gets to know the others."""
     handle = register(_nothing)
     hooks = handle.hooks_dict_ref()
     del hooks[handle.id]
@@ -82,7 +82,7 @@ def _nothing(*_: object) -> None:
 
 
 def note(kind: Any) -> None:
-    """Have the crossings of a kind of node know that one was put on theirs."""
+    """Record that a hook was put on a crossing of this kind."""
     for name in ("register_hook", "register_prehook"):
         setattr(kind, name, _noting(getattr(kind, name)))
 

@@ -1,7 +1,7 @@
-"""A warning where gradients are lost: a tensor that requires grad leaves, and no context is active.
+"""A warning where gradients are lost: a tensor that requires grad is sent without a context.
 
-It arrives as a leaf, so nothing flows back from there, and nothing else says so. The warning comes
-once for each line that calls, or each function that returns such a result.
+It arrives as a leaf, so no gradients flow back, which would go unnoticed. The warning is issued
+once for each calling line, or for each function that returns such a result.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class LostGradients:
         )
 
     def in_result(self, function: Any) -> None:
-        """What this function, or the one with this name, has returned is such a result."""
+        """The result of this function, or of the one with this name, is such a tensor."""
         if isinstance(function, str):
             function = resolve(function)
         code = getattr(function, "__code__", None)

@@ -1,7 +1,7 @@
-"""What workers say to each other about contexts and passes.
+"""The messages about contexts and passes.
 
-A request of a pass, and most answers to one, are numbers and tensors: `TensorMessage`s. A gradient
-that is missing is None among the tensors.
+A request of a pass, and most responses, are numbers and tensors: `TensorMessage`s. A missing
+gradient is None among the tensors.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ gradients in the context (the functional form); in anomaly mode, where gradients
 
 
 class PassRequest(TensorMessage):
-    """A worker → another, in a pass: here is what there is for you; answer when all is done that
-    follows. See `pass_state.py`."""
+    """A worker → another, in a pass: gradients and announcements; the response is sent when all
+    that follows is done. See `pass_state.py`.
+    """
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Abort:
-    """A worker → those that owe it an answer in a pass, or have parked something: it has failed."""
+    """A worker → those that owe it a response in a pass, or have parked something: it failed."""
 
     context: int
     number: int
@@ -42,20 +43,20 @@ class Abort:
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A worker → those its contexts know: these are over. Passed on by whoever has one."""
+    """A worker → those its contexts know: these have ended. Passed on by each receiver."""
 
     contexts: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A worker → the one that began contexts: who told me of them is lost. Those that are over?"""
+    """A worker → the one that began contexts: their other source is lost. Which have ended?"""
 
     contexts: tuple[int, ...]
 
 
 class Header(NamedTuple):
-    """Which pass a request is of, how that is run, and what is asked for."""
+    """Which pass a request belongs to, how that runs, and what is requested."""
 
     context: int
     number: int
@@ -81,7 +82,7 @@ class Delivery(NamedTuple):
 
 
 class Load:
-    """What a request brings to a worker, or an answer to the asker."""
+    """What a request brings to a worker, or a response to the requester."""
 
     __slots__ = ("deliveries", "slots", "voids")
 
@@ -107,7 +108,7 @@ class Load:
 
 
 class Answer(NamedTuple):
-    """The answer to a request: all is done."""
+    """The response to a request: everything is done."""
 
     load: Load
     parked: Mapping[int, int] = {}
@@ -136,10 +137,10 @@ def request(header: Header, load: Load) -> PassRequest:
 
 
 def read_request(request: PassRequest) -> tuple[Header, Load]:
-    """What a request says.
+    """Decode a request.
 
     Raises:
-        ProtocolError: it makes no sense, or a gradient is missing.
+        ProtocolError: it is malformed, or a gradient is missing.
     """
     facts = request.numbers
     if len(facts) < _HEADER or not 0 <= facts[_HEADER - 2] < len(Step):
@@ -149,7 +150,7 @@ def read_request(request: PassRequest) -> tuple[Header, Load]:
 
 
 def pack(answer: Answer, flags: int) -> Any:
-    """An answer, as it is sent; that there is nothing to say, as nothing."""
+    """Encode a response; an empty one as None."""
     load, parked = answer
     if not load and not parked:
         return None
@@ -158,10 +159,10 @@ def pack(answer: Answer, flags: int) -> Any:
 
 
 def unpack(answer: Any, flags: int) -> Answer | Failed:
-    """What an answer says.
+    """Decode a response.
 
     Raises:
-        ProtocolError: nothing that makes sense.
+        ProtocolError: it is malformed.
     """
     if answer is None:
         return Answer(Load())
@@ -181,10 +182,10 @@ def pack_failed(failed: Failed) -> tuple[Any, ...]:
 
 
 def read_failed(packed: Any) -> Failed:
-    """What went wrong.
+    """Decode an error.
 
     Raises:
-        ProtocolError: that is not what this says.
+        ProtocolError: it is malformed.
     """
     is_any = type(packed) is tuple and len(packed) == len(Failed._fields)
     if not is_any or type(packed[0]) is not int:

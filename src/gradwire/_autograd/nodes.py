@@ -1,22 +1,21 @@
 """The nodes of the autograd graph where tensors leave a worker and arrive at one.
 
-A *send* stands at the end of the sender's graph: a node over exactly the tensors that left. Its
-own output is an empty tensor that nobody sees; a pass calls the engine with it, and the node's
-backward asks the run under way (`engine.py`) for the gradients that came back.
+A *send* is at the end of the sender's graph: a node over exactly the tensors that left. Its own
+output is an empty tensor that nobody sees; a pass calls the engine with it, and the node's backward
+asks the current run (`engine.py`) for the gradients that came back.
 
-Many tensors that leave are leaves. What the node of a send of such looks like does not depend on
-when it is made, because a leaf stays one however its values change: it is made when someone asks
-for it. Tensors with a history may be changed in place, and are then at another place in the graph:
-their node is made at once.
+Many tensors that are sent are leaves. The node of a send of leaves does not depend on when it is
+created, because a leaf stays one however its values change: it is created on demand. Tensors with
+a history may be modified in place, and are then elsewhere in the graph: their node is created at
+once.
 
-A *recv* stands at the beginning of the receiver's graph: one node that made all the tensors that
-arrived together. Its backward hands their gradients to the run. The tensors are put into the graph
-where they are: same objects, same memory. A leaf that all recvs have as their input makes them
+A *recv* is at the beginning of the receiver's graph: one node that is the `grad_fn` of all the
+tensors that arrived together. Its backward hands their gradients to the run. The tensors are put
+into the graph in place: same objects, same memory. A leaf that is the input of all recvs makes them
 differentiable, and is what the engine is asked to reach so that it runs them.
 
-The names of the nodes are those of PyTorch's, which people know from graphs and profiles. A node
-knows its `Crossing`, which knows nothing of the node: no cycles, so a graph goes when its context
-does.
+The names of the nodes are PyTorch's, which people know from graphs and profiles. A node knows its
+`Crossing`, which does not know the node: no cycles, so a graph is freed with its context.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class Run(Protocol):
 
 
 class _Here(threading.local):
-    """The runs under way in this thread, innermost last."""
+    """The runs in progress in this thread, innermost last."""
 
     def __init__(self) -> None:
         self.runs: list[Run | None] = []
@@ -92,9 +91,9 @@ class Crossing:
         return f"<Crossing {self.id}: {self.count} tensors, worker {self.worker}>"
 
     def run(self) -> Run:
-        """The run that a node of ours is executed by.
+        """The run that executes this node.
 
-        With overlapping passes it is the one of this thread; a device's thread has none.
+        With overlapping passes it is that of this thread; a device's thread has none.
         """
         if len(self.runs) == 1:
             return self.runs[0]
@@ -146,27 +145,27 @@ class Send:
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """What lies behind the node: for each tensor the node that made it, and as which output."""
+        """What is behind the node: for each tensor the node that created it, and which output."""
         edges: tuple[Edge, ...] = self.node.next_functions
         return edges
 
     @property
     def count(self) -> int:
-        """How many tensors it is of."""
+        """How many tensors it has."""
         return self.crossing.count
 
     def only(self, indexes: Sequence[int]) -> Send:
-        """A send of these of its tensors."""
+        """A send of a subset of its tensors."""
         return self if len(indexes) == self.count else PartialSend(self, indexes)
 
     def pick(self, gradients: Gradients) -> Gradients:
-        """Those of its tensors, of all that came for the message."""
+        """Its part of what arrived for the message."""
         return gradients
 
     def keep_ends(self) -> None:
-        """Look up where its tensors stand in the graph, before a run of its node frees that.
+        """Save where its tensors are in the graph, before a run of its node frees that.
 
-        What it keeps are tensors that stand at the same places, and are nothing else.
+        It keeps tensors at the same places in the graph, without values.
         """
         if self._ends is None and self.count > 1:
             node: Any = self.node
@@ -179,7 +178,7 @@ class Send:
         return [self._ends[index] for index in indexes]
 
     def enter_late(self, place: int) -> None:
-        """Have the engine enter it at this place."""
+        """Set the sequence number at which the engine enters it."""
         self.place = place
         if self._output is not None:
             _set_place(self._output, place)
@@ -195,9 +194,9 @@ class Send:
 
 
 class PartialSend(Send):
-    """Some of the tensors of a message: those that gradients will come for.
+    """A subset of the tensors of a message: those that will get gradients.
 
-    What lies behind the others must not be run, so it has a node of its own over the rest.
+    What is behind the others must not run, so the subset has a node of its own.
     """
 
     def __init__(self, send: Send, indexes: Sequence[int]) -> None:
@@ -238,7 +237,7 @@ def _set_place(output: Tensor, place: int) -> None:
 def make_recv(tensors: Sequence[Tensor]) -> Any:
     """The node of a recv of these tensors, which become part of the graph in place.
 
-    Its crossing is none as long as nobody has said where they came from (`Crossing.become`).
+    It has no crossing until its origin is set (`Crossing.become`).
     """
     for tensor in tensors:
         if tensor.requires_grad:
@@ -249,7 +248,7 @@ def make_recv(tensors: Sequence[Tensor]) -> Any:
 
 
 def _made(apply: Any, *inputs: Any) -> Any:
-    """What a function of ours gives, with a node for it."""
+    """The result of a function of ours, with a node for it."""
     if is_grad_enabled():
         return apply(*inputs)
     with torch.enable_grad():
@@ -257,7 +256,7 @@ def _made(apply: Any, *inputs: Any) -> Any:
 
 
 def _made_late(crossing: Crossing, leaves: Sequence[Tensor]) -> Tensor:
-    """The output of a send of leaves, as it would have been when they left."""
+    """The output of a send of leaves, as if created when they left."""
     if not all(leaf.is_leaf for leaf in leaves):
         raise RuntimeError(
             f"a leaf of {crossing!r} is no longer a leaf: after it was sent, it was frozen "
@@ -282,7 +281,7 @@ def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
 
 
 def _made_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Tensor:
-    """The output of a node over these. If they are several, it keeps their places in the graph."""
+    """The output of a node over these. If there are several, it keeps their places in the graph."""
     output: Tensor
     held = [_made(_hold, tensor) for tensor in tensors if tensor.is_leaf]
     if len(tensors) == 1:
@@ -298,18 +297,18 @@ def _made_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _hold(leaf: Tensor) -> Tensor:
-    """Something that keeps the node behind a leaf alive, in C++, as long as it lives itself.
+    """An object that keeps the node behind a leaf alive, in C++, as long as it lives itself.
 
-    torch looks that node up under a lock of the leaf, and to make a new one it takes the GIL, too.
-    A Python function is applied with the GIL held, and so must not wait for that lock while another
-    thread, which computes with the leaf, makes the node: that is a deadlock (seen in torch 2.13;
+    torch looks that node up under a lock of the leaf, and acquires the GIL as well to create a new
+    one. A Python function is applied with the GIL held, and so must not wait for that lock while
+    another thread, which computes with the leaf, creates the node: a deadlock (seen in torch 2.13;
     `tests/upstream/leaf_lock.py`). An operation of torch's own waits for it without the GIL.
     """
     return leaf.view_as(leaf) if leaf.layout is torch.strided else leaf.clone()
 
 
 def leaf_node(leaf: Tensor) -> Any:
-    """The node behind a leaf; nothing if it has become none, or was frozen."""
+    """The node behind a leaf; None if it no longer is a leaf, or was frozen."""
     if not (leaf.is_leaf and leaf.requires_grad):
         return None
     node: Any = _made(_hold, leaf).grad_fn
@@ -317,7 +316,7 @@ def leaf_node(leaf: Tensor) -> Any:
 
 
 def _forget(tensor: Tensor) -> None:
-    """Of a saved tensor, torch itself keeps the place in the graph; nobody needs its values."""
+    """For a saved tensor, torch itself keeps the place in the graph; nobody needs its values."""
 
 
 def _recall(_: None) -> Tensor:

@@ -1,6 +1,6 @@
 """What the rounds of one pass on one worker share, and how it ends if it fails.
 
-Its lock guards the state of the pass, and is never held while anything is run or sent.
+Its lock guards the state of the pass, and is never held while anything runs or is sent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _NOWHERE = Start()
 
 
 class Host(Protocol):
-    """What a part needs of its worker; `service.py` is it."""
+    """What a part needs of its worker: `service.py`."""
 
     me: int
     executor: Executor
@@ -36,13 +36,13 @@ class Host(Protocol):
     pickles: bool
 
     def request(self, to: int, message: Any) -> CallFuture:
-        """Send a message, with no limit to how long its answer may take."""
+        """Send a message, with no limit on how long its response may take."""
 
     def tell(self, to: int, message: Any) -> None:
-        """Send a message whose answer nobody needs."""
+        """Send a message whose response is not needed."""
 
     def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
-        """Send a message and wait for its answer, or until it is not wanted any more."""
+        """Send a message and wait for its response, or until it is no longer wanted."""
 
 
 class Round(Protocol):
@@ -51,11 +51,11 @@ class Round(Protocol):
     asker: int | None
 
     def let_go(self) -> set[int]:
-        """The pass has failed: answer now. Who owes us an answer."""
+        """The pass has failed: respond now. Returns the workers that owe us a response."""
 
 
 class Ended(Exception):
-    """The pass has failed, and it is known how."""
+    """The pass has failed, and the error is known."""
 
 
 class Part:
@@ -98,10 +98,10 @@ class Part:
         return self.failed is not None
 
     def check(self) -> None:
-        """Stop here if the pass has failed meanwhile. So it has if its context is over.
+        """Stop here if the pass has failed meanwhile, as it has if its context has ended.
 
         Raises:
-            Ended: so it is.
+            Ended: it has.
         """
         if self.failed is not None:
             raise Ended
@@ -120,7 +120,7 @@ class Part:
         return (None,) * send.count if gradients is None else tuple(gradients)
 
     def wake(self, send: int) -> None:
-        """It is known what becomes of a message."""
+        """The outcome of a message is known."""
         with self.lock:
             bell = self._bells.pop(send, None)
         if bell is not None:
@@ -129,13 +129,13 @@ class Part:
     # How it ends, but well
 
     def fail(self, error: BaseException) -> None:
-        """This went wrong here."""
+        """Report an error here."""
         if not isinstance(error, Ended):
             host = self.host
             self.end(describe(error, host.me, pickles=host.pickles), error)
 
     def end(self, failed: Failed, error: BaseException | None = None) -> None:
-        """The pass has failed like this: nobody here waits any more, nor for us elsewhere."""
+        """The pass has failed with this error: release all that wait, here and elsewhere."""
         with self.lock:
             if self.failed is not None:
                 return
@@ -153,7 +153,7 @@ class Part:
             self.host.tell(worker, Abort(context, number, pack_failed(failed)))
 
     def released(self) -> None:
-        """The context is over."""
+        """The context has ended."""
         if self.rounds:
             self.fail(unknown(self.context.id))
 

@@ -1,18 +1,18 @@
-"""The part of one worker in one pass: carries out what its state says.
+"""One worker's part in one pass: carries out the actions of its state.
 
-`PassState` (`pass_state.py`) knows what has come and what must follow; this file has segments run,
-sends requests and wakes those who wait.
+`PassState` (`pass_state.py`) knows what has arrived and what must follow; this file has segments
+run, sends requests and wakes waiting threads.
 
-A *round* is the work that one request brings, of another worker or, on the worker that leads, of
-its own: whoever serves it runs what can be run, sends on what that yields, goes on with what comes
-back, and answers when nothing is left. The thread that serves it waits only if there is a single
-request to wait for: so along a chain of calls the same threads pass the gradients on that passed
-the calls. Else it lets go, and whichever thread takes the last answer gives ours. The leader's
-thread waits for all; and what its requests bring in the first step is run in that thread.
+A *round* is the work that one request brings, from another worker or, on the leader, from itself:
+the thread that serves it runs what can be run, sends on the results, continues with what comes
+back, and responds when nothing is left. That thread waits only if there is a single request to wait
+for: so along a chain of calls, gradients travel on the same threads as the calls did. Otherwise it
+returns, and whichever thread takes the last response sends ours. The leader's thread waits for
+all; what its requests bring in the first step runs in that thread.
 
-A segment that has to wait for gradients inside the engine holds its thread. It is run last, the
-others as tasks of their own. What leaves while it waits is sent at once, and what is for the asker
-travels with the answer only if that can be given now: others may wait for it.
+A segment that has to wait for gradients inside the engine blocks its thread. It runs last, the
+others as tasks of their own. What leaves while it waits is sent at once, and what is for the
+requester rides on the response only if that can be sent now: others may be waiting for it.
 """
 
 from __future__ import annotations
@@ -44,16 +44,16 @@ Leaving = dict[int, Load]
 
 
 class Round:
-    """What follows from one request. May be served by several threads, one after the other.
+    """What follows from one request. Several threads may serve it, one after the other.
 
-    To the nodes of crossings it is the run under way (`nodes.Run`).
+    For the nodes of crossings it is the run in progress (`nodes.Run`).
     """
 
     _inbox: SimpleQueue[Callable[[], None]]
     """What the leader's thread has to do: in the later steps that may be inside the engine."""
 
     def __init__(self, part: Part, header: Header, asker: int | None = None) -> None:
-        """`asker`: who waits for the answer; None: this is the worker that leads."""
+        """`asker`: who waits for the response; None: this worker is the leader."""
         self.part = part
         self.asker = asker
         self.parked: dict[int, int] = {} if asker is not None else part.parked
@@ -77,7 +77,7 @@ class Round:
     # From the request to the answer
 
     def serve(self, load: Load) -> Any:
-        """The answer to a request that brought this; or `Later`."""
+        """The response to a request that brought this; or `Later`."""
         assert self.asker is not None
         try:
             leaving: Leaving = {}
@@ -92,10 +92,10 @@ class Round:
         return self._answer()
 
     def lead(self, actions: Iterable[Action], leaving: Leaving) -> None:
-        """Have all done that follows from these actions, and from what leaves.
+        """Complete everything that follows from these actions, and from what leaves.
 
         Raises:
-            BaseException: whatever goes wrong here, or `Ended`.
+            BaseException: any error here, or `Ended`.
         """
         self._go_on(self._act(actions, leaving), leaving, may_wait=True)
         with self._lock:
@@ -107,10 +107,10 @@ class Round:
         self.part.check()
 
     def _attend(self) -> None:
-        """Wait for something to do, or to happen.
+        """Wait for work or an event.
 
-        Who helps to read an answer saves others being woken for it. But who does, hears of no
-        other until then: so only of the last one.
+        A thread that helps to read a response saves waking another. But meanwhile it notices no
+        other response: so it does that only for the last one.
         """
         coming = [*self._coming]
         if self._inbox.empty() and len(coming) == 1 and not coming[0].done():
@@ -124,7 +124,7 @@ class Round:
         task()
 
     def _answer(self) -> Any:
-        """What the asker gets."""
+        """The response to the requester."""
         part = self.part
         part.rounds.remove(self)
         if part.failed is not None:
@@ -136,7 +136,7 @@ class Round:
             self._open += 1
 
     def _leave(self) -> None:
-        """A thread has nothing more to do, or an answer has been seen to."""
+        """A thread has nothing more to do, or has handled a response."""
         with self._lock:
             self._open -= 1
             future = None if self._open else self._future
@@ -148,7 +148,7 @@ class Round:
             self._inbox.put(_look)
 
     def let_go(self) -> set[int]:
-        """The pass has failed: answer now. Who owes us an answer."""
+        """The pass has failed: respond now. Returns the workers that owe us a response."""
         with self._lock:
             future, self._future = self._future, None
         if future is not None:
@@ -160,7 +160,7 @@ class Round:
     # What comes
 
     def _take(self, sender: int, load: Load, leaving: Leaving) -> list[Run]:
-        """Note what came from a worker; what is to be run."""
+        """Record what arrived from a worker; returns what to run."""
         part, step = self.part, self._header.step
         state = part.state
         came = [deliveries.take(part.context, sender, d) for d in load.deliveries]
@@ -189,7 +189,7 @@ class Round:
                 self.parked[worker] = self.parked.get(worker, 0) + more
 
     def _act(self, actions: Iterable[Action], leaving: Leaving) -> list[Run]:
-        """Do what is to be done; what is to be run is left to this thread."""
+        """Carry out actions; runs are left to this thread."""
         part = self.part
         runs: list[Run] = []
         for action in actions:
@@ -222,7 +222,7 @@ class Round:
     # What is done
 
     def _go_on(self, runs: list[Run], leaving: Leaving, *, may_wait: bool) -> None:
-        """Run what there is to be run, and see to all that follows."""
+        """Run what can be run, and everything that follows."""
         part, me = self.part, self._host.me
         is_rest = self._header.step == Step.REST
         while True:
@@ -272,7 +272,7 @@ class Round:
         return []
 
     def _ride(self, leaving: Leaving) -> bool:
-        """Whether what is for the asker can travel with the answer: there is nothing else to do."""
+        """Whether what is for the requester can ride on the response: nothing else is left."""
         with self._lock:
             if self._open > 1:
                 return False
@@ -280,7 +280,7 @@ class Round:
             return True
 
     def _run(self, run: Run, leaving: Leaving) -> None:
-        """Run a segment; what it yields."""
+        """Run a segment; returns its results."""
         part, sources = self.part, run.sources
         given = None if run.waits or part.is_profiled else part.gradients
         for recv, gradients in part.runner.run(sources, given, self):
@@ -294,7 +294,7 @@ class Round:
         self._send_now(leaving)
 
     def _yielded(self, recv: Crossing, gradients: Gradients, leaving: Leaving) -> None:
-        """See to gradients that a recv got."""
+        """Handle the gradients of a recv."""
         part = self.part
         flags, numbers = self._header.flags, self._host.numbers
         delivery = deliveries.make(part.context, recv, gradients, flags, numbers)
@@ -306,7 +306,7 @@ class Round:
         self._act(actions, leaving)
 
     def _send_now(self, leaving: Leaving) -> None:
-        """Send all of this on; that for here is taken, and what follows is for others to do."""
+        """Send all of this; take what is for this worker, and let others do what follows."""
         while self._host.me in leaving:
             for run in self._take_own(leaving):
                 self._submit(run)
@@ -320,7 +320,7 @@ class Round:
         return self._take(me, load, leaving)
 
     def _submit(self, run: Run) -> None:
-        """Have another thread do a run."""
+        """Let another thread do a run."""
         self._enter()
         work = partial(self._go_on, [run], {}, may_wait=True)
         task = partial(self._see_through, work)
@@ -330,7 +330,7 @@ class Round:
             self._host.executor.submit(task)
 
     def _see_through(self, work: Callable[[], None]) -> None:
-        """What a thread does for this round. An error ends the pass."""
+        """A thread's work for this round. An error ends the pass."""
         try:
             work()
         except BaseException as error:  # noqa: BLE001 user code
@@ -341,12 +341,12 @@ class Round:
     # Asking others
 
     def _may_ask(self) -> bool:
-        """Whether this thread may wait for an answer: along a long way around, many would."""
+        """Whether this thread may wait for a response: a deep chain would block many threads."""
         with self._lock:
             return self._open == 1 and self._header.depth < _DEEPEST
 
     def _ask(self, leaving: Leaving) -> list[Run]:
-        """Ask a worker, and wait; what its answer has to be run."""
+        """Send a request and wait; returns what the response requires to be run."""
         to, load = leaving.popitem()
         self._asked.append(to)
         message = request(self._header, load)
@@ -359,7 +359,7 @@ class Round:
         return self._heard(to, self._read(answer), leaving)
 
     def _post_all(self, leaving: Leaving) -> None:
-        """Ask others, without waiting."""
+        """Send requests without waiting."""
         is_rest = self._header.step == Step.REST
         for to in [*leaving]:
             if to == self._host.me:
@@ -385,7 +385,7 @@ class Round:
         future.on_done(partial(self._answered, to, future))
 
     def _answered(self, worker: int, future: CallFuture) -> None:
-        """An answer came to a thread that has other things to do than to wait for more."""
+        """A response arrived at a thread that does not wait for more."""
         if self.asker is None:
             self._coming.pop(future, None)
         self._asked.remove(worker)
@@ -432,7 +432,7 @@ def _look() -> None:
 
 
 def lead(part: Part) -> None:
-    """Lead a pass. How it ended stands with the part."""
+    """Lead a pass. Its outcome is in the part."""
     state = part.state
     try:
         with part.lock:
@@ -446,7 +446,7 @@ def lead(part: Part) -> None:
 
 
 def _resolve(part: Part, step: Step, first: Callable[[], list[Action]]) -> None:
-    """Have all workers take this step where something is parked. `first`: what to do here."""
+    """Run this step on all workers where something is parked. `first`: what to do here."""
     parked = {worker for worker, count in part.parked.items() if count}
     if parked or part.state.parked:
         current = Round(part, Header(*part.header[:4], step))

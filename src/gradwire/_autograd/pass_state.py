@@ -52,7 +52,7 @@ Indexes = tuple[int, ...]
 
 
 class Step(IntEnum):
-    """Of a pass."""
+    """A step of a pass."""
 
     RUN = 0
     ANNOUNCE = 1
@@ -65,7 +65,7 @@ class Plan(Protocol):
     def sources(self, source: int) -> Sequence[int]:
         """The sources of the segment that this one belongs to, by creation; roots come first.
 
-        Nothing, if it is no part of this pass.
+        Empty if it is not part of this pass.
         """
 
 
@@ -78,25 +78,25 @@ class Run(NamedTuple):
 
 
 class Reach(NamedTuple):
-    """Find out which slots of recvs these sources reach, and announce them (`reached`)."""
+    """Find the slots of recvs that these sources reach, and announce them (`reached`)."""
 
     sources: Mapping[int, Indexes]
 
 
 class Narrow(NamedTuple):
-    """Find out which recvs these sources of a segment reach: no others any more (`narrowed`)."""
+    """Find the recvs that these sources of a segment still reach (`narrowed`)."""
 
     sources: Mapping[int, Indexes]
 
 
 class Wake(NamedTuple):
-    """It is known what becomes of a message that the engine may wait for."""
+    """The outcome of a message that the engine may wait for is known."""
 
     send: int
 
 
 class Void(NamedTuple):
-    """Tell those who wait for the gradients of these recvs that none will come."""
+    """Report to those that wait for the gradients of these recvs that none will come."""
 
     recvs: Sequence[int]
 
@@ -120,7 +120,7 @@ class PassState:
         self._expected: dict[int, set[int]] = {}  # recvs announced, by source
 
     def came(self, source: int, slots: Indexes) -> list[Action]:
-        """Gradients for these slots of a message, or for none of them; or the pass's roots."""
+        """Gradients for these slots of a message, or for none; or the pass's roots."""
         if source in self._came or not (sources := self._plan.sources(source)):
             return []  # P4
         self._came[source] = slots
@@ -138,7 +138,7 @@ class PassState:
         return self._start(sources)
 
     def _start(self, sources: Sequence[int]) -> list[Action]:
-        """Begin a segment if it can be."""
+        """Start a segment if it is runnable."""
         came, over = self._came, self._over
         if self.step is not Step.REST:
             if not all(source in came or source in over for source in sources):
@@ -152,13 +152,13 @@ class PassState:
         return self._begin(left, used)
 
     def _narrow(self, used: Iterable[int]) -> list[Action]:
-        """P2: is there less than was announced?"""
+        """P2: whether there is less than was announced."""
         if not self._expected:
             return []
         return [Narrow({source: self._slots(source) for source in used})]
 
     def _begin(self, left: Sequence[int], used: Sequence[int]) -> list[Action]:
-        """Run what is left of a segment, from those of its sources that are used."""
+        """Run the rest of a segment, from those of its sources that are used."""
         self._over.update(left)
         if not used:
             return self._void(left, ())
@@ -181,11 +181,11 @@ class PassState:
         return tuple(sorted(self._announced[source]))
 
     def fate(self, send: int) -> Indexes | None:
-        """The slots of a message that have gradients; None: that is not known yet."""
+        """The slots of a message that have gradients; None if that is not known yet."""
         return self._came.get(send)
 
     def empty(self, recv: int) -> list[Action]:
-        """A recv was run, and there are no gradients for it."""
+        """A recv has run without gradients."""
         is_expected = False
         for recvs in self._expected.values():
             if recv in recvs:
@@ -194,12 +194,12 @@ class PassState:
         return [Void([recv])] if is_expected else []
 
     def narrowed(self, sources: Iterable[int], recvs: Iterable[int]) -> list[Action]:
-        """The segment of these sources reaches no recvs but these any more."""
+        """The segment of these sources reaches no other recvs any more."""
         (first, *_) = sources
         return self._void(self._plan.sources(first), recvs)
 
     def _void(self, sources: Iterable[int], but: Iterable[int]) -> list[Action]:
-        """P2: what these sources have announced will not come, but for some."""
+        """P2: what these sources have announced will not come, with these exceptions."""
         expected: set[int] = set()
         for source in sources:
             expected |= self._expected.get(source, set())
@@ -233,7 +233,7 @@ class PassState:
             self._expected.setdefault(source, set()).update(recvs)
 
     def rest(self) -> list[Action]:
-        """All that will get gradients has been announced."""
+        """Everything that will get gradients has been announced."""
         if self.step is Step.REST:
             return []
         self.step = Step.REST

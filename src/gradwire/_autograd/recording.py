@@ -1,8 +1,8 @@
 """What the layers below need of distributed autograd: contexts travel with messages.
 
-A message that leaves while a context is current belongs to it, also if none of its tensors needs a
-gradient, so that every worker that a context reaches is known. What arrives with a context is run
-in it, and answered in it.
+A message that leaves while a context is current belongs to it, even if none of its tensors requires
+grad, so that every worker that a context reaches is known. What arrives with a context runs in it,
+and is answered in it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Recording:
     """Records messages of one worker (a `Recorder` of `_rpc/interceptors.py`)."""
 
     def __init__(self, autograd: Autograd, *, warns: bool = True) -> None:
-        """`warns`: say it if gradients are lost because there is no context."""
+        """`warns`: warn of gradients that are lost for lack of a context."""
         self._lost = LostGradients() if warns else None
         self._contexts = autograd.contexts
         self._find = autograd.contexts.arrived
@@ -39,7 +39,7 @@ class Recording:
     def leaving(
         self, context: Context, to: int, parcel: Parcel, tensors: Sequence[Tensor]
     ) -> None:
-        """A message of a context leaves, with these tensors that need gradients."""
+        """A message of a context leaves, with these tensors that require grad."""
         context.known.add(to)
         if tensors and is_grad_enabled() and not context.is_released:
             parcel.mark = mark = self._number()
@@ -56,19 +56,19 @@ class Recording:
                 parcel.over, parcel.freight = word.context, (word,)
 
     def lost_arguments(self) -> None:
-        """This thread makes a call with arguments that require grad, and has no context."""
+        """This thread makes a call with arguments that require grad, without a context."""
         if self._lost is not None and is_grad_enabled():
             self._lost.in_arguments(are_contexts=len(self._contexts) > 0)
 
     def lost_result(self, request: Any) -> None:
-        """The result of a call requires grad, and the call came without a context."""
+        """The result of a call without a context requires grad."""
         if self._lost is None or type(request) is not Call:
             return
         if request.modes is None or allow_grad(request.modes):
             self._lost.in_result(request.function)
 
     def arrived(self, frame: Frame, sender: int, tensors: Sequence[Tensor]) -> Context:
-        """A message of a context came, with these tensors that need gradients; the context."""
+        """A message of a context arrived, with these tensors that require grad; the context."""
         context = self._find(frame.scope)
         context.known.add(sender)
         if tensors and frame.mark:
@@ -80,6 +80,6 @@ class Recording:
 
 
 def look_at_graph(context: Context) -> None:
-    """A message has left: look at the graph, while others work."""
+    """A message has been sent: analyse the graph while others work."""
     with context.lock:
         context.segments()

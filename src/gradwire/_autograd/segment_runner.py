@@ -1,6 +1,6 @@
 """Runs the segments of one worker in one pass, and keeps the gradients of its leaves.
 
-Knows nothing of messages or of the order in which segments are run.
+Knows nothing of messages or of the order in which segments run.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Given = dict[int, Sequence["Tensor | None"]]
 
 
 class Start(NamedTuple):
-    """Where a pass begins: roots, and the gradients that flow into them (None: ones)."""
+    """Where a pass begins: roots, and their gradients (None: ones)."""
 
     roots: Sequence[Tensor] = ()
     gradients: Sequence[Tensor | None] = ()
@@ -69,9 +69,9 @@ class SegmentRunner:
     def run(
         self, sources: Mapping[int, Indexes], given: Given | None, run: Run
     ) -> Sequence[tuple[Crossing, Gradients]]:
-        """Run a segment from these sources; the gradients of recvs that were not delivered.
+        """Run a segment from these sources; returns the gradients of recvs that were not delivered.
 
-        `given`: where the gradients of its sends are, if they are all there.
+        `given`: the gradients of its sends, if all have arrived.
 
         Raises:
             Exception: whatever a backward or a hook raises.
@@ -156,5 +156,5 @@ class SegmentRunner:
 
 
 def _are_hooked(ends: Iterable[Any]) -> bool:
-    """Whether nodes of sends and recvs have to be run, for the sake of their hooks."""
+    """Whether nodes of sends and recvs have to run because of their hooks."""
     return any(end.crossing.is_hooked for end in ends)

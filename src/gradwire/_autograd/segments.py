@@ -1,20 +1,19 @@
-"""The local graph of one worker, cut into segments that can be run by themselves.
+"""The local graph of one worker, cut into segments that can run independently.
 
 A pass has *sources* on a worker: every message of the context that left it, and the roots, where it
-was begun. What a source reaches are leaves, recvs and the nodes between. Sources that reach a
-common node that is no leaf belong to one *segment*: what flows into that node must be summed before
-it is run, so the segment is one call of the engine. Segments that share leaves only are
-independent; unless somebody wants the whole gradient of a leaf at once, as hooks do, and
+began. From a source, the graph leads to leaves, recvs and the nodes in between. Sources that reach
+a common node other than a leaf belong to one *segment*: the gradients that flow into that node must
+be summed before it runs, so the segment is one call of the engine. Segments that share only leaves
+are independent; unless something needs the whole gradient of a leaf at once, as hooks do, and
 DistributedDataParallel.
 
-Segments are found while the program records, message by message, and once for all passes. A pass
-takes them as they are, and adds the one of its roots.
+Segments are computed while the program records, message by message, and once for all passes. A pass
+uses them as they are, and adds that of its roots.
 
-Within a segment with several sources the engine runs sends whose gradients have not come yet, and
-they wait (`engine.py`). It must enter them only when nothing else is ready, the newest first. The
-engine takes the ready node with the highest sequence number, so sends are numbered by their order
-of creation from 1 (`Send.enter_late`), and every other node with so low a number is lifted out of
-the way.
+Within a segment with several sources the engine runs sends whose gradients have not arrived yet,
+and they wait (`engine.py`). It must enter them only when nothing else is ready, the newest first.
+The engine takes the ready node with the highest sequence number, so sends are numbered by their
+order of creation from 1 (`Send.enter_late`), and every other node with such a low number is raised.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ Recvs = dict[Any, set[int]]
 
 
 class Reach(NamedTuple):
-    """What lies behind some edges. Of a graph that is known in part: up to where that begins."""
+    """What is behind some edges. In a partly known graph: up to where the known part begins."""
 
     nodes: set[Any]
     """But leaves."""
@@ -46,10 +45,10 @@ class Reach(NamedTuple):
 
 
 def walk(edges: Iterable[Edge], known: Mapping[Any, int]) -> Reach:
-    """What lies behind these edges. `known`: nodes that lie behind sends.
+    """What is behind these edges. `known`: nodes behind sends.
 
-    Costs half a microsecond for each node, most of it for torch to show the node to Python, so it
-    is one function.
+    Costs half a microsecond for each node, most of it in torch's wrapping of the node for Python,
+    so it is one function.
     """
     leaf_node, recv_node = LEAF_NODE, RECV_NODE
     nodes: set[Any] = set()
@@ -80,12 +79,12 @@ def walk(edges: Iterable[Edge], known: Mapping[Any, int]) -> Reach:
 
 
 class Segment:
-    """A piece of the graph. It grows while the program records, and is never cut."""
+    """A piece of the graph. It grows while the program records, and never shrinks."""
 
     __slots__ = ("has_roots", "is_bare", "leaves", "nodes", "recvs", "sends")
 
     def __init__(self, sends: list[Send], reach: Reach | None = None) -> None:
-        """Without what it reaches, it is of leaves that were sent as they are, each once."""
+        """Without what it reaches, it consists of leaves that were sent as they are, each once."""
         self.sends = sends
         """In order of creation."""
         self.has_roots = False
@@ -97,13 +96,13 @@ class Segment:
         self.recvs: Recvs = reach.recvs if reach else {}
 
     def leaf_nodes(self) -> Iterable[Any]:
-        """The nodes behind its leaves. Those of bare ones are only made when they are needed."""
+        """The nodes behind its leaves. Those of bare ones are created only when needed."""
         if self.is_bare:
             return [node for send in self.sends for node, _ in send.edges]
         return self.leaves
 
     def absorb(self, other: Segment) -> None:
-        """Become one with another."""
+        """Merge another one into it."""
         if self.is_bare:
             self.leaves, self.is_bare = {*self.leaf_nodes()}, False
         self.leaves.update(other.leaf_nodes())
@@ -122,7 +121,7 @@ def _place(send: Send) -> int:
 
 
 def _united(segments: Iterable[Segment]) -> Segment:
-    """One of all of these, which stay as they are."""
+    """The union of all of these, which are unchanged."""
     whole = Segment([], Reach(set(), set(), {}, set()))
     for segment in segments:
         whole.absorb(segment)
@@ -130,7 +129,7 @@ def _united(segments: Iterable[Segment]) -> Segment:
 
 
 class Segments:
-    """Those of one context on one worker. Who adds to them, or makes a plan, holds its lock."""
+    """The segments of one context on one worker. Adding, and making a plan, require its lock."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -142,7 +141,7 @@ class Segments:
         self._shared: dict[int, Tensor] = {}
 
     def add(self, send: Send) -> None:
-        """Have one more message, the newest."""
+        """Add one more message, the newest."""
         self.count += 1
         number = send.crossing.id
         leaves = send.leaves
@@ -177,7 +176,7 @@ class Segments:
     # For a pass
 
     def plan(self, roots: Sequence[Edge] = ()) -> Plan:
-        """How a pass sees them. All its roots are in one segment."""
+        """The plan for a pass. All its roots are in one segment."""
         own: dict[int, Segment] = {}
         if roots:
             reach = walk(roots, self._known)
@@ -192,7 +191,7 @@ class Segments:
         return Plan(self.of_send, self.count, own)
 
     def _joined(self, rooted: Segment | None) -> dict[int, Segment]:
-        """Segments that are one because of the leaves they reach, by source."""
+        """Segments that are merged because of the leaves they reach, by source."""
         reaching = {number: [*sends] for number, sends in self._leaves.items()}
         shared = dict(self._shared)
         for node in rooted.leaves if rooted else ():
@@ -223,10 +222,10 @@ def _by_source(segments: Iterable[Segment]) -> dict[int, Segment]:
 def _ties(
     reaching: Mapping[int, Sequence[int]], shared: Mapping[int, Tensor]
 ) -> list[Sequence[int]]:
-    """Sources that are put together by the leaves that they reach, given by id.
+    """Sources that are merged because of the leaves that they reach, given by id.
 
-    A leaf may want its whole gradient at once; or be one of several whose gradients are wanted all
-    together, and then so is all that shares a leaf with them.
+    A leaf may need its whole gradient at once; or be one of several whose gradients are needed
+    together, and then so is everything that shares a leaf with them.
     """
     ties = [reaching[number] for number, leaf in shared.items() if _is_hooked(leaf)]
     kept: set[int] = set()  # sources
@@ -247,7 +246,7 @@ def _ties(
 
 
 def _is_hooked(leaf: Tensor) -> bool:
-    """Whether a leaf, or the node behind it, has hooks: they want its whole gradient."""
+    """Whether a leaf, or the node behind it, has hooks: these need its whole gradient."""
     if hooks.of_tensor(leaf) or hooks.of_grad(leaf):
         return True
     node = leaf_node(leaf)
@@ -255,7 +254,7 @@ def _is_hooked(leaf: Tensor) -> bool:
 
 
 class Plan:
-    """The segments of a worker, as one pass sees them: later messages are no part of it."""
+    """The segments of a worker, as one pass sees them: without later messages."""
 
     __slots__ = ("_count", "_known", "_of_send", "_own")
 
@@ -270,7 +269,7 @@ class Plan:
         """Of segments, sends and what sources they are: many ask for the same."""
 
     def segment(self, source: int) -> Segment | None:
-        """The segment of a source; None: it is no part of this pass."""
+        """The segment of a source; None if it is not part of this pass."""
         return self._own.get(source) or self._of_send.get(source)
 
     def sources(self, source: int) -> Sequence[int]:
@@ -324,7 +323,7 @@ def _is_whole(segment: Segment, sources: Mapping[int, Indexes]) -> bool:
 
 
 def lift(nodes: Iterable[Any], latest: int) -> None:
-    """Have the engine enter sends up to this place after these nodes."""
+    """Make the engine enter sends up to this number after these nodes."""
     for node in list(nodes):
         place = node_order.number(node)
         if place <= latest:

@@ -1,7 +1,7 @@
 """The driver of distributed autograd on one worker: contexts and passes.
 
 What messages carry is recorded as they are sent and received (`recording.py`); a pass on one
-worker is a `Part`. This file makes parts, finds them for the messages that arrive, and ends
+worker is a `Part`. This file creates parts, finds them for the messages that arrive, and ends
 contexts everywhere.
 """
 
@@ -86,7 +86,7 @@ class Session:
 
 
 class Autograd:
-    """Distributed autograd on one worker. `pickles`: errors may travel pickled."""
+    """Distributed autograd on one worker. `pickles`: errors may be sent pickled."""
 
     def __init__(
         self, calls: Agent, executor: Executor, *, pickles: bool = True
@@ -117,16 +117,16 @@ class Autograd:
         """A new context, current in this thread until it is released.
 
         Raises:
-            GradwireError: this thread has one already.
+            GradwireError: this thread already has one.
         """
         return self.contexts.new()
 
     def context(self) -> Session:
-        """A new context for a block; gives its id."""
+        """A new context for a block; yields its id."""
         return Session(self)
 
     def release(self, context_id: int, told_by: int = -1) -> None:
-        """End a context here, and soon on all workers that know it. Twice is fine."""
+        """End a context here, and soon on all workers that know it. Idempotent."""
         context = self.contexts.remove(context_id)
         if context is None:
             return
@@ -140,7 +140,7 @@ class Autograd:
         """The gradients of this worker's leaves.
 
         Raises:
-            TypeError: that is no id.
+            TypeError: not an id.
             GradwireError: there is no such context.
         """
         check_id(context_id)
@@ -169,10 +169,10 @@ class Autograd:
         """Run one backward pass through all workers of a context.
 
         Raises:
-            TypeError, GradwireError: these are no roots; or "Error on Node N: ...", with what
-                went wrong there as its cause.
-            WorkerLostError: a worker that is needed is gone.
-            BackwardTimeout: it did not end in time.
+            TypeError, GradwireError: invalid roots; or "Error on Node N: ...", with the original
+                error as its cause.
+            WorkerLostError: a worker that is needed is lost.
+            BackwardTimeout: it did not finish in time.
         """
         if not are_usual(context_id, roots):
             check_call(context_id, roots)
@@ -205,12 +205,12 @@ class Autograd:
     ) -> tuple[Tensor | None, ...]:
         """The gradients of `outputs` with respect to `inputs`, both of this worker.
 
-        As `torch.autograd.grad`, along all paths, also those through other workers. Nothing is
-        kept in the context.
+        As `torch.autograd.grad`, along all paths, including those through other workers. Nothing is
+        stored in the context.
 
         Raises:
-            TypeError, ValueError: something is wrong with the arguments.
-            GradwireError: as `backward`; or an input is not used and that is not allowed.
+            TypeError, ValueError: an argument is invalid.
+            GradwireError: as `backward`; or an input is unused and that is not allowed.
         """
         check_id(context_id)
         outputs = as_tensors("outputs", outputs)
@@ -232,7 +232,7 @@ class Autograd:
     def _lead(
         self, context: Context, start: Start, flags: int, timeout: float | None
     ) -> Sequence[Tensor | None]:
-        """Run a pass; the gradients of what is wanted."""
+        """Run a pass; returns the requested gradients."""
         seconds = _FOR_EVER if timeout is None else check_timeout(timeout)
         flags |= anomaly.flags()
         with context.lock:
@@ -305,7 +305,7 @@ class Autograd:
         return None  # whoever leads knows
 
     def _join(self, context: Context, header: Header, asker: int) -> Round | None:
-        """Take part in a pass; None: it is over. With the lock of the context."""
+        """Take part in a pass; None if it has ended. With the lock of the context."""
         number = header.number
         part = context.parts.get(number)
         if part is None:
@@ -349,7 +349,7 @@ class Autograd:
             self.executor.submit(partial(self.releases.claim, began, numbers, end))
 
     def close(self) -> None:
-        """End all contexts here; nobody is told. Twice is fine."""
+        """End all contexts here, without telling others. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             ddp.unwatch()

@@ -1,10 +1,10 @@
-"""How long a pass may take, where whoever begins it says so.
+"""Time limits of passes, where the caller sets one.
 
-By itself a pass may take its time: it ends by its result, by an error, or with a worker that it
-needs. A worker that lives and never answers, because it is stopped or stuck in a hook, is none of
-these. Whoever leads cannot look at the clock while it waits inside torch's engine, so a pass whose
-time is up is ended from outside, like one that another worker has aborted. That is tried again
-until the pass is over, for it may just be between two ways of being run.
+By default a pass has no limit: it ends with its result, with an error, or with the loss of a worker
+that it needs. A worker that lives and never responds, because it is stopped or stuck in a hook, is
+none of these. The leader cannot watch the clock while it waits inside torch's engine, so a pass
+whose time is up is ended from outside, like one that another worker has aborted. That is retried
+until the pass has ended, for it may just be between two steps.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Limit(NamedTuple):
 
 
 class Limits:
-    """Those of the passes that one worker leads. `end` ends a pass, if it finds it."""
+    """The limits of the passes that one worker leads. `end` ends a pass, if it finds it."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class Limits:
 
     @contextmanager
     def limit(self, context: Context, number: int, seconds: float) -> Iterator[None]:
-        """Around a pass, which is ended after so long.
+        """Around a pass, which is ended after that time.
 
         Raises:
             BackwardTimeout: it was, in place of the error it ended with.
