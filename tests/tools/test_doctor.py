@@ -75,6 +75,9 @@ def test_by_default_nothing_is_exposed() -> None:
     assert found["key"].found == "this user's own"
     assert found["listens on"].found == "127.0.0.1"
     assert found["TLS between machines"].found == "yes"
+    assert found["in flight from a worker"].found.startswith("65,536 requests, ")
+    limited = exposed(max_peer_requests=50, max_peer_memory=3 << 29)
+    assert limited["in flight from a worker"].found == "50 requests, 1.5 GiB"
 
 
 def test_what_is_exposed_is_marked(tmp_path: Path) -> None:

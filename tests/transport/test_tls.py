@@ -24,17 +24,20 @@ from cryptography.hazmat.primitives.serialization import (
     NoEncryption,
     PrivateFormat,
 )
+from torch.distributed import HashStore
 
 import gradwire as gw
 from gradwire._transport import peer_user
 from gradwire._transport.connector import Dialer
 from gradwire._transport.credentials import Credentials, leaves_machine
 from gradwire._transport.handshake import CHALLENGE_SIZE, HELLO_SIZE
+from gradwire._transport.stores import Place
 from gradwire.options import Options
 from gradwire.worker import Worker
 from tests.worlds import (
     LIMIT,
     close_world,
+    join_world,
     open_world,
     socket_world,
     together,
@@ -65,6 +68,19 @@ def test_calls_travel_over_tls() -> None:
     with socket_world(2, **TLS) as workers:
         check_calls(workers)
         assert way(workers[0]) == way(workers[1]) == "TCP, TLS"
+
+
+@pytest.mark.parametrize("name", ["trainer:0", "a.b-c_d", "n" * 128])
+def test_a_certificate_can_have_any_name_of_a_worker(name: str) -> None:
+    store = HashStore()
+
+    def join(rank: int, name: str) -> Worker:
+        return join_world(name, Place(store, rank, 2, None), **TLS)
+
+    workers = together(lambda: join(0, name), lambda: join(1, "other"))
+    assert workers[0].rpc_sync("other", max, (1, 2)) == 2
+    assert workers[1].rpc_sync(name, max, (1, 2)) == 2
+    close_world(workers)
 
 
 def test_what_does_not_leave_the_machine_has_no_tls() -> None:

@@ -22,6 +22,7 @@ from gradwire._autograd import messages as passes
 from gradwire._rpc import messages as calls
 from gradwire._rref import messages as rref
 from gradwire._transport.framed_socket import FrameReader
+from gradwire._transport.quota import Quota
 from gradwire._transport.shared_memory import Recycler
 from gradwire._wire import dense_tensors, safe_encoding
 from gradwire._wire.codec import COMPILED, SAFE, SAFE_COMPILED, Manner
@@ -30,12 +31,15 @@ from gradwire._wire.messages import CALL, GOODBYE, PING, RESULT, Call, Result
 from gradwire._wire.pickling import PickleSerializer
 from gradwire._wire.signature_decoder import Decoder
 from gradwire.errors import NotAllowedError, ProtocolError
+from gradwire.options import Options
 from tests.wire.round_trip import Codec
 
 STREAMS = 5000  # per seed; 20 seeds make the 100,000
 TABLES = 2000
 PLAIN_DATA = 5000
 LIMITS = Limits(300_000, 300_000)
+MOST_BYTES = 100_000
+FEW = Options(max_peer_requests=5, max_peer_memory=MOST_BYTES)
 MOST_GROWTH = 64 << 20  # of the process; limits that do not hold would take gigabytes
 
 WIDTH = 5
@@ -269,8 +273,14 @@ class MeasuringRecycler(Recycler):
         return super().area(length)
 
 
-def read(data: bytearray, chance: random.Random, recycler: Recycler) -> list[Frame]:
+def read(
+    data: bytearray,
+    chance: random.Random,
+    recycler: Recycler,
+    quota: Quota | None = None,
+) -> list[Frame]:
     reader = FrameReader(FakeSocket(data, chance), LIMITS, recycler)  # type: ignore[arg-type]
+    reader.quota = quota
     while True:
         try:
             reader.pull()
@@ -316,8 +326,14 @@ def test_mutated_frames_are_read_or_refused(fuzz_seed: int) -> None:
     mutator, recycler = Mutator(fuzz_seed), MeasuringRecycler()
     codec = new_codec(plain_only=True)
     for _ in range(STREAMS):
-        for frame in read(mutator.stream(), mutator.random, recycler):
+        quota = mutator.random.choice((None, Quota(FEW)))  # as who calls, or is called
+        for frame in read(mutator.stream(), mutator.random, recycler, quota):
+            assert bool(frame.charge) is bool(quota)
+            assert quota is None or quota.bytes <= MOST_BYTES
+            assert not frame.refused or not (frame.body or frame.area)
             assert len(frame.body) <= LIMITS.body
+            if frame.refused:
+                continue
             try:
                 message = codec.open(frame)
             except (ProtocolError, NotAllowedError):

@@ -35,12 +35,17 @@ def memory() -> int:
     return found
 
 
+def default_memory() -> int:
+    """The bytes that requests of one peer may take, unless the user says so."""
+    return int(_SHARE * memory())
+
+
 class Quota:
     """The limits of one peer, and what it has in flight."""
 
     def __init__(self, options: Options) -> None:
         self.most_requests = options.max_peer_requests
-        self.most_bytes = options.max_peer_memory or int(_SHARE * memory())
+        self.most_bytes = options.max_peer_memory or default_memory()
         self.requests = 0
         self.bytes = 0
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 from ... import __version__
-from ..._transport import addresses, key_files, shared_memory
+from ..._transport import addresses, key_files, quota, shared_memory
 from ...errors import GradwireError
 from ...options import Options
 
@@ -81,6 +81,12 @@ def exposure(options: Options) -> Iterator[Finding]:
         else "this machine only, unless the rendezvous is on another one",
     )
     yield _tls(options)
+    most = options.max_peer_memory or quota.default_memory()
+    yield Finding(
+        "in flight from a worker",
+        f"{options.max_peer_requests:,} requests, {most / 2**30:.1f} GiB",
+        "at most (GRADWIRE_MAX_PEER_REQUESTS, GRADWIRE_MAX_PEER_MEMORY)",
+    )
     if options.allow is None:
         yield Finding("who has the key", "runs any code", "unless allow=[...] is given")
     yield Finding("audit log", options.audit or "none", "set GRADWIRE_AUDIT to a file")
