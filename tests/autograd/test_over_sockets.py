@@ -318,6 +318,7 @@ def by_async(*args: Any, **kwargs: Any) -> Any:
 
 @pytest.mark.parametrize("call", [gw.rpc_sync, by_async])
 def test_a_pass_after_a_call_that_timed_out(workers: Workers, call: Any) -> None:
+    call("worker1", max, (1, 2))  # connects: the next one leaves before its time is up
     with gw.context() as ctx, holding() as hold:
         x = doubles(3)
         h = x * 2
