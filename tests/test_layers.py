@@ -20,7 +20,7 @@ RANKS = {
     name: rank
     for rank, names in enumerate(
         [
-            "errors ids options events cores tracebacks uncompiled",
+            "errors ids options events cores tracebacks uncompiled streams",
             "locks",
             "threads",
             "_wire",

@@ -68,6 +68,8 @@ class Kinds:
     """What is raised when a call takes too long."""
     keep_gaps: bool = False
     """Whether small views arrive with their strides (`_wire/dense_tensors.py`)."""
+    no_map: str = ""
+    """What to say of a tensor of a device without a device map; empty: it may go without."""
     warns: bool = True
     """Whether it is said where gradients are lost (`_autograd/lost_gradients.py`)."""
 
@@ -138,6 +140,7 @@ class Worker:
             codec=self._codec,
             runner=runner,
         )
+        self._agent.no_map = kinds.no_map
         runner.name_of = self._agent.members.name
         self._keep_audit()
         self._agent.caller.timeout_error = kinds.timeout
@@ -159,11 +162,8 @@ class Worker:
         device_check.serve(self._agent)
 
     def __repr__(self) -> str:
-        state = (
-            "closed"
-            if self._closed
-            else f"{self._agent.caller.in_flight} calls in flight"
-        )
+        calls = f"{self._agent.caller.in_flight} calls in flight"
+        state = "closed" if self._closed else calls
         return f"<Worker {self.name!r}, id {self.id}: {state}>"
 
     def __enter__(self) -> Worker:
@@ -304,8 +304,7 @@ class Worker:
         return {
             "calls_made": self._agent.caller.started,
             "calls_run": self._agent.run_count,
-            "bytes_sent": self._transport.traffic.sent,
-            "bytes_received": self._transport.traffic.received,
+            **self._transport.traffic.counts(),
             "links": {self._agent.members.name(to): link for to, link in links},
         }
 

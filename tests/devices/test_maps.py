@@ -14,10 +14,13 @@ from torch.distributed import HashStore
 import gradwire as gw
 from gradwire._transport.base import Card
 from gradwire._transport.stores import Place
-from gradwire._wire.device_maps import between, names_of
+from gradwire._wire.device_maps import NoMapError, between, names_of
+from gradwire.compat.rpc.agents import KINDS
 from gradwire.errors import ProtocolError
+from gradwire.options import Options
 from gradwire.testing import World
-from tests.worlds import LIMIT, join_world, socket_world, together
+from gradwire.worker import Kinds, Worker, open_worker
+from tests.worlds import LIMIT, close_world, join_world, socket_world, together
 
 CPU, FIRST, SECOND, THIRD = (
     torch.device(d) for d in "cpu lazy:1 lazy:2 lazy:3".split()
@@ -242,3 +245,36 @@ def test_a_card_with_maps_that_are_none_is_refused(maps: Any) -> None:
     bad = replace(good, device_maps=maps)
     with pytest.raises(ProtocolError, match="not a worker's card"):
         Card.from_bytes(bad.to_bytes())
+
+
+def test_a_map_can_be_asked_for_as_torch_does() -> None:
+    maps = between("a", {}, "b", {}, "no map:")
+    for one, kind in ((maps.requests, "Request"), (maps.responses, "Response")):
+        assert one is not None
+        assert one.target(CPU) == "cpu"
+        with pytest.raises(NoMapError, match=f"^no map: {kind} .*destination: b$"):
+            one.target(FIRST)
+    assert maps.gradients is None
+    assert between("a", {"cpu": "cpu"}, "b", {}, "no map:").requests is not None
+
+
+def test_programs_for_torch_need_maps() -> None:
+    store, kinds = HashStore(), Kinds(no_map=KINDS.no_map)
+
+    def join(rank: int) -> Worker:
+        place = Place(store, rank, 2, None)
+        return open_worker(
+            f"worker{rank}", place, Options(torch_threads=0), kinds=kinds
+        )
+
+    workers = together(lambda: join(0), lambda: join(1))
+    try:
+        wrong = "supports CPU tensors by default.*`set_device_map` on `TensorPipeRpcB"
+        with pytest.raises(RuntimeError, match=wrong):
+            workers[0].rpc_sync("worker1", double, (on(FIRST, 1),))
+        with pytest.raises(RuntimeError, match="Response device mapping is not avail"):
+            workers[0].rpc_sync("worker1", moved, (torch.ones(2), FIRST))
+        assert workers[0].rpc_sync("worker1", double, (torch.ones(1),)).item() == 2
+        assert workers[0].rpc_sync("worker0", double, (on(FIRST, 1),)).device == FIRST
+    finally:
+        close_world(workers)

@@ -37,7 +37,7 @@ def check_calls(workers: list[Worker]) -> None:
 
 def pool(worker: Worker) -> shared_memory.SegmentPool:
     """The segments in which a worker's requests to worker1 travel."""
-    return link(worker)._pool
+    return link(worker)._memory.pool
 
 
 def kept_in(segment_pool: shared_memory.SegmentPool) -> list[shared_memory.Segment]:

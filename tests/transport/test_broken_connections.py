@@ -110,7 +110,8 @@ def test_an_answer_that_came_too_late_gives_its_memory_back(
         gate.opened.set()
         check_calls(workers)
         made = [*workers[0]._transport._links(), *workers[1]._transport._links()]
-        pools = [one._pool for one in made if one._pool is not None]
+        memories = [one._memory.pool for one in made]
+        pools = [one for one in memories if one is not None]
         wait_until(lambda: not any(map(in_use, pools)))
         # The lanes that were owed an answer are closed; others were opened meanwhile.
         wait_until(lambda: descriptors() <= before + 2 * len(made))

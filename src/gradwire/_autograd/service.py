@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 from torch.profiler import record_function
 
+from .. import streams
 from .._rpc.agent import Agent
 from .._rpc.futures import CallFuture
 from ..errors import BackwardTimeout
@@ -146,7 +147,10 @@ class Autograd:
         check_id(context_id)
         context = self.contexts.get(context_id)
         with context.lock:
-            return dict(context.gradients)
+            gradients = dict(context.gradients)
+        if streams.in_use:
+            streams.take(gradients)
+        return gradients
 
     def debug_info(self) -> dict[str, int]:
         return {
@@ -241,17 +245,21 @@ class Autograd:
             plan = context.segments().plan(start.edges())
             part = context.parts[number] = Part(self, context, header, plan, start)
         try:
-            if seconds == _FOR_EVER:
-                lead(part)
-            else:
-                with self._limits.limit(context, number, seconds):
-                    lead(part)
-                    self._raise(part)
+            with streams.default():
+                self._lead_within(part, seconds)
         finally:
             context.parts.pop(number, None)
             context.led.discard(number)
         self._raise(part)
         return part.runner.wanted
+
+    def _lead_within(self, part: Part, seconds: float) -> None:
+        if seconds == _FOR_EVER:
+            lead(part)
+            return
+        with self._limits.limit(part.context, part.header.number, seconds):
+            lead(part)
+            self._raise(part)
 
     def _raise(self, part: Part) -> None:
         if part.failed is not None:

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import streams
 from .._transport.base import Card, Respond, Transport
+from .._wire.device_maps import NoMapError
 from .._wire.frames import Frame, Parcel
 from .._wire.functions import describe
 from .._wire.messages import Call
@@ -55,6 +57,9 @@ class Directory(Protocol):
 
 class Agent:
     """Calls from and to one worker."""
+
+    no_map = ""
+    """What to say of a tensor of a device that no device map lists; empty: nothing."""
 
     def __init__(
         self,
@@ -106,7 +111,7 @@ class Agent:
         """Add a worker to the members of the world."""
         if self.members.add(card):
             plain = self._options.allow is not None
-            self._peers[card.id] = Peer(card, self.me, plain)
+            self._peers[card.id] = Peer(card, self.me, plain, self.no_map)
             self.joined.fire(card.info)
 
     def peer(self, to: str | int | WorkerInfo) -> Peer:
@@ -245,6 +250,8 @@ class Agent:
         Raises:
             ProtocolError: the sender is not in this world.
         """
+        if streams.in_use:
+            streams.reset()
         peer = self._peers.get(sender) or self._introduced(sender)
         if peer is None:
             raise ProtocolError(f"worker {sender} is unknown here")
@@ -280,9 +287,7 @@ class Agent:
             if frame.waits:
                 _settle(frame)
             respond(parcel)  # if closed, that we have left is the answer
-        if (
-            frame.over and self._end_context is not None
-        ):  # whoever asked need not wait for that
+        if frame.over and self._end_context is not None:  # nobody waits for that
             self._end_context(frame.over, sender)
 
     def complete(self, sender: int, frame: Frame) -> None:
@@ -318,7 +323,7 @@ class Agent:
             else:
                 with torch.no_grad():
                     parcel = self._codec.result(value, peer.manner, context)
-        except (WorkerLostError, StaleReferenceError) as error:  # of a reference in it
+        except (WorkerLostError, StaleReferenceError, NoMapError) as error:
             return self._codec.failure(error, peer.manner)
         except Exception as error:  # noqa: BLE001 user code
             what = describe(getattr(message, "function", message))

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch.jit import ScriptFunction
 
+from .. import streams
 from .._transport.base import NotConnected, Transport
 from .._wire.failures import revive_failure
 from .._wire.frames import Frame, Freight, Parcel
@@ -140,6 +141,8 @@ class Caller:
         if self._held.requests:
             self._held.flush(peer.id)
         number = peer.next_call() if number is None else number
+        if streams.in_use:
+            streams.publish()
         self._exchanges += 1
         self._exchanging[number] = peer.id
         frame = None
@@ -157,6 +160,8 @@ class Caller:
                     raise ClosedError("this worker was shut down") from error
                 raise
             value = self._open(peer, what, frame)
+            if streams.in_use:
+                streams.take(value)
             if frame.waits:
                 after(frame, limit, lambda: self._late(what, peer, seconds))
             return value
@@ -305,6 +310,8 @@ class Caller:
         """Send a request and register it as in flight."""
         pending = held.pending
         deadline = pending.deadline
+        if streams.in_use:
+            streams.publish()
         with self._lock:
             self._posted += calls
             self._calls.started(pending)

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch.futures
 
+from .. import streams
 from .._wire.functions import describe
 from ..errors import ClosedError
 from ..locks import CheckedLock
@@ -62,6 +63,12 @@ class Future(torch.futures.Future[Any]):
         super().then(_with_variables(callback)).add_done_callback(finish)
         return made
 
+    def wait(self) -> Any:
+        return _taken(super().wait())
+
+    def value(self) -> Any:
+        return _taken(super().value())
+
     def add_done_callback(self, callback: Callable[[Any], Any]) -> None:
         super().add_done_callback(_with_variables(callback))
 
@@ -93,7 +100,7 @@ class CallFuture(Future):
         if (
             self._result is not _NONE_YET
         ):  # torch's way lets go of the GIL: that can take long
-            return self._result
+            return _taken(self._result)
         if not self.done():
             deadline = None if timeout is None else time.monotonic() + timeout
             self._attend(self, deadline)
@@ -116,7 +123,7 @@ class CallFuture(Future):
     def value(self) -> Any:
         self.fate.seen = True
         if self._result is not _NONE_YET:
-            return self._result
+            return _taken(self._result)
         try:
             return super().value()
         except Exception as error:
@@ -227,7 +234,21 @@ def _with_variables(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     if not callable(callback):
         return callback  # torch says what is wrong with it
     variables = contextvars.copy_context()
-    return lambda future: variables.run(callback, future)
+
+    def call(future: Any) -> Any:
+        if not streams.in_use:
+            return variables.run(callback, future)
+        with streams.default():  # as what others wait for then
+            return variables.run(callback, future)
+
+    return call
+
+
+def _taken(value: Any) -> Any:
+    """A value, for this thread's streams."""
+    if streams.in_use:
+        streams.take(value)
+    return value
 
 
 async def _awaited(future: CallFuture) -> Any:

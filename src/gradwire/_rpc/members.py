@@ -136,13 +136,19 @@ class Peer:
 
     __slots__ = ("_lock", "_numbers", "_seen", "card", "id", "manner", "name")
 
-    def __init__(self, card: Card, me: Card, plain: bool) -> None:
+    def __init__(self, card: Card, me: Card, plain: bool, no_map: str = "") -> None:
         self.card = card
         self.id = card.id
         self.name = card.name
         same_main = bool(me.main) and card.main == me.main
         mine, theirs = me.device_maps.get(card.name), card.device_maps.get(me.name)
-        devices = between(me.name, mine or {}, card.name, theirs or {})
+        devices = between(
+            me.name,
+            mine or {},
+            card.name,
+            theirs or {},
+            "" if card.id == me.id else no_map,
+        )
         self.manner = Manner(card.plain or plain, same_main, card.id, devices)
         self._numbers = itertools.count(1)
         self._seen = Seen(most=_MOST_GAPS)

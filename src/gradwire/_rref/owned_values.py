@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable
 from typing import Any, NoReturn
 from weakref import WeakValueDictionary
 
+from .. import streams
 from .._rpc.futures import Failed, fresh_copy, keepable
 from ..errors import (
     CallTimeout,
@@ -84,6 +85,8 @@ class OwnedValue:
                 raise cause  # what ended the function would end this thread too
             # Where there is no copy: without the lines it went through the last time.
             raise fresh_copy(error).with_traceback(None) from cause
+        if streams.in_use:
+            streams.take(self._result)
         return self._result
 
     def give(self) -> Any:
@@ -123,6 +126,7 @@ class OwnedValue:
         raise CallTimeout(what, self.owner.name, seconds)
 
     def _end(self, result: Any, failed: Failed | None) -> None:
+        streams.publish()  # it may be asked for from anywhere
         with self._lock:
             if self.is_ready:
                 return  # its creator has given up on it

@@ -118,6 +118,19 @@ class Traffic:
 
     sent: int = 0
     received: int = 0
+    direct: int = 0
+    """Of devices: sent from device to device."""
+    by_host: int = 0
+    """Of devices: sent by way of the host."""
+
+    def counts(self) -> dict[str, int]:
+        """Them all, for people."""
+        return {
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
+            "device_bytes_sent_directly": self.direct,
+            "device_bytes_sent_by_cpu": self.by_host,
+        }
 
 
 Respond = Callable[[Parcel], None]

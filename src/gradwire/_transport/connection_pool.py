@@ -22,8 +22,10 @@ from . import shared_memory
 from .base import Card, IsOver, NotConnected
 from .connection import Connection
 from .connector import Dialer
+from .cuda_driver import cuda_driver
+from .device_memory import DeviceMap, DevicePool
 from .endpoint import BROKEN, Endpoint, describe_end
-from .framed_socket import Stream
+from .framed_socket import SharedMemory, Stream
 from .handshake import Purpose
 from .quota import Quota
 from .shared_memory import SegmentMap, SegmentPool
@@ -54,8 +56,7 @@ class Connections:
         self._reason: str | None = None  # why they have ended
         self._side: socket.socket | None = None
         self._quota: Quota | None = None
-        self._pool: SegmentPool | None = None
-        self._map: SegmentMap | None = None
+        self._memory = SharedMemory()
 
     @property
     def was_used(self) -> bool:
@@ -64,8 +65,8 @@ class Connections:
 
     def tick(self) -> None:
         """Periodically: free what is idle."""
-        if self._pool is not None:
-            self._pool.trim(_MEMORY_IDLE)
+        if self._memory.pool is not None:
+            self._memory.pool.trim(_MEMORY_IDLE)
 
     def close(self, *, goodbye: bool) -> None:
         """End them. Calls in flight fail."""
@@ -73,11 +74,20 @@ class Connections:
             self._end()
             return
         if goodbye:
+            if self._memory.device_pool is not None:
+                self._memory.device_pool.drain()
             self.shared.queue.say_goodbye()
         self.shared.end(None)
 
+    def free_device_memory(self) -> None:
+        """Let go of the memory of devices, when nothing is copied any more. Takes a while."""
+        if self._memory.device_pool is not None:
+            self._memory.device_pool.close(is_lost=self._reason is not None)
+        if self._memory.devices is not None:
+            self._memory.devices.close()
+
     def _connection(self, sock: Stream, *, is_leased: bool) -> Connection:
-        framed = self._endpoint.framed(sock, self._pool, self._map)
+        framed = self._endpoint.framed(sock, self._memory)
         framed.reader.quota = self._quota
         return Connection(
             self._endpoint,
@@ -93,7 +103,14 @@ class Connections:
                 "connection for shared memory, but not on a Unix socket"
             )
         self._side = side
-        self._pool, self._map = SegmentPool(side), SegmentMap(side)
+        pool, segments = SegmentPool(side), SegmentMap(side)
+        traffic = self._endpoint.traffic
+        self._memory = SharedMemory(
+            pool,
+            segments,
+            DevicePool(pool, self.peer, traffic, cuda_driver),
+            DeviceMap(segments, cuda_driver),
+        )
 
     def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
         with self._lock:
@@ -110,6 +127,8 @@ class Connections:
             leased = list(self._leased)
         for connection in leased:
             connection.end(None)
+        if self._memory.devices is not None:
+            self._memory.devices.release()
         if self._side is not None:
             self._side.close()
         self._on_ended(self, self._reason)
@@ -157,7 +176,10 @@ class OutgoingConnections(Connections):
         """The transport, for messages to people."""
         if self.is_remote:
             return "TCP, TLS" if self._dialer.by_tls else "TCP"
-        return "Unix sockets" + (", shared memory" if self._pool is not None else "")
+        pool = self._memory.device_pool
+        return "Unix sockets" + (
+            "" if pool is None else f", shared memory{pool.describe()}"
+        )
 
     def exchange(
         self,
@@ -193,6 +215,7 @@ class OutgoingConnections(Connections):
                 if (
                     connection.is_owed
                     or parcel.bulk_length
+                    or parcel.was_emptied
                     or not connection.idle_since
                 ):
                     raise self._lost(error) from error
@@ -327,7 +350,7 @@ class IncomingConnections(Connections):
                     raise ProtocolError("unexpected connection for shared memory")
                 self._share_memory(sock)
                 if self.shared is not None:
-                    self.shared.framed.share_memory(self._pool, self._map)
+                    self.shared.framed.share_memory(self._memory)
                 return
             if purpose is Purpose.LEASED:
                 leased = self._connection(sock, is_leased=True)

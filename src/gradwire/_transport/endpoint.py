@@ -10,9 +10,9 @@ from ..threads import Executor
 from .base import Receiver, Traffic
 from .busy_poll import BusyPoll
 from .credentials import Credentials
-from .framed_socket import FramedSocket, FrameReader, Stream
+from .framed_socket import FramedSocket, FrameReader, SharedMemory, Stream
 from .poller import Poller
-from .shared_memory import Recycler, SegmentMap, SegmentPool
+from .shared_memory import Recycler
 from .tls_socket import TlsFrameReader, TlsSocket
 
 BROKEN = (EOFError, OSError, ProtocolError)
@@ -32,12 +32,7 @@ class Endpoint:
     recycler: Recycler
     traffic: Traffic
 
-    def framed(
-        self,
-        sock: Stream,
-        pool: SegmentPool | None,
-        segments: SegmentMap | None,
-    ) -> FramedSocket:
+    def framed(self, sock: Stream, shared: SharedMemory) -> FramedSocket:
         """Frames on a socket, with large areas in shared memory where there is some."""
         waiting = self.executor.waiting
         framed = FramedSocket(
@@ -48,7 +43,7 @@ class Endpoint:
             self.traffic,
             reader=TlsFrameReader if isinstance(sock, TlsSocket) else FrameReader,
         )
-        framed.share_memory(pool, segments)
+        framed.share_memory(shared)
         return framed
 
 

@@ -13,21 +13,44 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from .._wire import raw_bytes
-from .._wire.frames import HEADER, VERSION, Frame, Header, Limits, Parcel, refusal
+from .._wire.frames import (
+    HEADER,
+    VERSION,
+    Frame,
+    Header,
+    Limits,
+    Parcel,
+    Piece,
+    refusal,
+)
 from .._wire.messages import GOODBYE, NOTES
 from ..errors import ProtocolError
 from ..locks import check_none_held, reentered
 from .base import NAP, Traffic
 from .busy_poll import WAKE_UP, BusyPoll
+from .device_memory import DeviceMap, DevicePool
 from .quota import MOST_REFUSED, Charge, Quota
 from .shared_memory import Recycler, SegmentMap, SegmentPool
+
+
+class SharedMemory(NamedTuple):
+    """What two workers of a host share memory by; None: nothing."""
+
+    pool: SegmentPool | None = None
+    segments: SegmentMap | None = None
+    device_pool: DevicePool | None = None
+    devices: DeviceMap | None = None
+
 
 Waiting = Callable[[], AbstractContextManager[None]]
 """What to wrap around a wait (`Executor.waiting`)."""
 
+WORD = 32
+"""From which bit on the header's segment is a word of the memory of devices."""
+_SEGMENT = (1 << WORD) - 1
 _NEVER = BusyPoll(0.0)
 _MAX_BUFFERS = 64  # of one sendmsg: every system takes that many
 _CHUNK = 65536
@@ -66,6 +89,7 @@ class FrameReader:
         """The limits of who sends requests here."""
         self.came = 0
         """Frames since `to_deliver` was last called, or more."""
+        self.devices: DeviceMap | None = None
         self._sock = sock
         self._recv = sock.recv
         self._most_body, self._most_bulk = limits
@@ -139,7 +163,7 @@ class FrameReader:
                 self._account(frame, self.quota.charge(length), length)
             self.frames.append(frame)
             return end - at
-        in_stream = bulk and not segment
+        in_stream = bulk and not segment & _SEGMENT
         if end <= len(data) and not in_stream:
             self._finish(header, data[start:end], None)
             return end - at
@@ -158,7 +182,7 @@ class FrameReader:
         # Both take memory only as their bytes arrive, however much is announced.
         body = memoryview(self._recycler.area(length)).cast("B")
         area = None
-        if bulk and not segment:
+        if bulk and not segment & _SEGMENT:
             area = self._recycler.area(bulk)
         self._long = header, body, area
         parts = [body, memoryview(area or b"").cast("B")]
@@ -232,19 +256,28 @@ class FrameReader:
             self.said_goodbye |= kind == GOODBYE
             self.notes.append(kind)
             return
-        if segment:
-            if self.segments is None:
-                raise ProtocolError("frame in shared memory, but none is shared")
-            area = self.segments.area(segment, bulk)
-            self._traffic.received += bulk
         frame = Frame(kind, encoding, call, body)
         frame.area = area
+        if segment:
+            self._share(frame, segment, bulk)
         frame.scope, frame.mark, frame.over = scope, mark, over
         if self.quota is not None:
             size = len(body)
             self._account(frame, charge or self.quota.charge(size), size)
         self.frames.append(frame)
         self.came += 1
+
+    def _share(self, frame: Frame, segment: int, bulk: int) -> None:
+        """See to what of a frame is in memory that both workers see."""
+        if self.segments is None:
+            raise ProtocolError("frame in shared memory, but none is shared")
+        if segment & _SEGMENT:
+            frame.area = self.segments.area(segment & _SEGMENT, bulk)
+            self._traffic.received += bulk
+        if word := segment >> WORD:
+            if self.devices is None:
+                raise ProtocolError("frame in memory of a device, but none is shared")
+            frame.on_device = self.devices.arrival(word)
 
 
 class FramedSocket:
@@ -269,13 +302,13 @@ class FramedSocket:
         self._is_pulling = False
         self._send = sock.send
         self._pool: SegmentPool | None = None
+        self._devices: DevicePool | None = None
         self._waiting = waiting
         self._last_wait = 0.0  # how long the last wait for something to come took
 
-    def share_memory(
-        self, pool: SegmentPool | None, segments: SegmentMap | None
-    ) -> None:
-        self._pool, self.reader.segments = pool, segments
+    def share_memory(self, shared: SharedMemory) -> None:
+        self._pool, self.reader.segments = shared.pool, shared.segments
+        self._devices, self.reader.devices = shared.device_pool, shared.devices
 
     def read(self, deadline: float | None, busy_poll: BusyPoll = _NEVER) -> bool:
         """Wait for something to come, and take it in, or do so the next time. Whether it has come.
@@ -334,16 +367,35 @@ class FramedSocket:
         if not parcel.bulk_length:
             self.write_bytes(parcel.header(call) + parcel.body, deadline)
             return
+        word = 0 if parcel.device_at < 0 else self._place_on_device(parcel)
+        try:
+            self._write_bulk(call, parcel, deadline, word << WORD)
+        except BaseException:
+            if self._devices is not None and parcel.was_emptied:
+                self._devices.take_back(word)
+            raise
+
+    def _place_on_device(self, parcel: Parcel) -> int:
+        """Put the tensors of devices where the other worker can get them, if that can be."""
+        if self._devices is not None:
+            return self._devices.place(parcel)
+        self._traffic.by_host += parcel.bulk_length - parcel.device_at
+        return 0
+
+    def _write_bulk(
+        self, call: int, parcel: Parcel, deadline: float | None, word: int
+    ) -> None:
         segment = None
-        if self._pool is not None:
+        if self._pool is not None and parcel.bulk_length:
             segment = self._pool.place(parcel.bulk, parcel.bulk_length)
         if segment is None:
-            self._write_buffers(_in_stream(call, parcel), deadline)
+            self._write_buffers(_in_stream(call, parcel, word), deadline)
             return
         parcel.bulk = ()  # lets go of its memory before the other side goes on
         self._traffic.sent += parcel.bulk_length
         try:
-            self.write_bytes(parcel.header(call, segment.id) + parcel.body, deadline)
+            header = parcel.header(call, word | segment.id)
+            self.write_bytes(header + parcel.body, deadline)
         except BaseException:
             segment.give_back()
             raise
@@ -399,9 +451,11 @@ class FramedSocket:
         self.sock.close()
 
 
-def _in_stream(call: int, parcel: Parcel) -> deque[memoryview]:
+def _in_stream(call: int, parcel: Parcel, word: int) -> deque[memoryview]:
     """Header, body and bulk area, with the gaps between its pieces."""
-    buffers = deque([memoryview(parcel.header(call) + parcel.body)])
+    buffers = deque([memoryview(parcel.header(call, word) + parcel.body)])
+    # Buffers hold no reference: the parcel has to.
+    parcel.bulk = [Piece(offset, tensor.cpu()) for offset, tensor in parcel.bulk]
     at = 0
     for offset, tensor in parcel.bulk:
         if offset > at:

@@ -164,6 +164,8 @@ class LoopbackTransport:
         self, other: LoopbackTransport, call: int, parcel: Parcel, *, is_request: bool
     ) -> None:
         length = len(parcel.body) + parcel.bulk_length
+        if parcel.device_at >= 0:
+            self.traffic.direct += parcel.bulk_length - parcel.device_at
         self.traffic.sent += length
         other.traffic.received += length
         other.put(_Message(self.me, parcel.arrive(call), is_request))

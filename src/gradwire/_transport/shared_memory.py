@@ -133,6 +133,11 @@ class SegmentPool:
             raise
         return segment
 
+    def page(self, size: int) -> Segment | None:
+        """A segment that is for something else than areas, and is kept; None: there is none."""
+        with self._lock:
+            return None if self._broken else self._create(size)
+
     def trim(self, idle: float) -> None:
         """Return the memory of segments that were not used lately to the system."""
         limit = time.monotonic() - idle
@@ -195,12 +200,20 @@ class SegmentMap:
         Raises:
             ProtocolError: there is no such segment, or it is smaller than that.
         """
-        segment = self._known.get(number) or self._receive(number)
+        segment = self.get(number)
         if length > segment.size:
             raise ProtocolError(f"{length} bytes in a segment of {segment.size}")
         area = segment.area(length)
         area.holder = _Holder(segment)
         return area
+
+    def get(self, number: int) -> Segment:
+        """A segment that the sender has made.
+
+        Raises:
+            ProtocolError: there is no such segment.
+        """
+        return self._known.get(number) or self._receive(number)
 
     def _receive(self, number: int) -> Segment:
         with self._lock:

@@ -64,6 +64,7 @@ class SocketTransport:
         self._in: dict[tuple[int, int], IncomingConnections] = {}
         self._quotas: WeakValueDictionary[int, Quota] = WeakValueDictionary()
         """By worker, as long as it has connections here, or something in flight."""
+        self._ended_links: list[Connections] = []
         self._leaving: set[int] = set()  # workers that have said goodbye
         self._lock = CheckedLock()
         self._making: dict[int, CheckedLock] = {}
@@ -193,10 +194,20 @@ class SocketTransport:
             self._acceptor.close()
         for link in links:
             link.close(goodbye=True)
+        self._free_ended()
         self._own.close()
         self._poller.close()
         if self._unix:
             addresses.forget_unix(self._unix)
+
+    def _free_ended(self) -> None:
+        """See to what ended links leave, in a thread that may wait."""
+        while self._ended_links:
+            try:
+                link = self._ended_links.pop()
+            except IndexError:
+                return  # another thread has seen to it
+            link.free_device_memory()
 
     def _links(self) -> list[Connections]:
         return [*self._out.values(), *self._in.values()]
@@ -257,6 +268,8 @@ class SocketTransport:
         )
 
     def _ended(self, link: Connections, reason: str | None) -> None:
+        self._ended_links.append(link)
+        self._executor.submit(self._free_ended)
         with self._lock:
             self._out = {k: v for k, v in self._out.items() if v is not link}
             self._in = {k: v for k, v in self._in.items() if v is not link}

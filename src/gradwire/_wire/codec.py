@@ -17,10 +17,12 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 
+from .. import streams
 from ..errors import NotAllowedError, ProtocolError
 from . import dense_tensors, raw_bytes, safe_encoding
 from .device_maps import DeviceMap, DeviceMaps
@@ -54,6 +56,7 @@ from .signature_encoder import (
 
 COMPILED, PICKLED, SAFE_COMPILED, SAFE, CUSTOM = 1, 2, 3, 4, 5
 _NO_NAMES: tuple[str, ...] = ()
+_AS_IT_IS = nullcontext()
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
@@ -257,9 +260,15 @@ class Codec:
         beside = Beside(restore=restored)
         if frame.encoding == PICKLED:
             loader = PickleSerializer(self._reducers, same_main=True, beside=beside)
+        with streams.default() if streams.in_use else _AS_IT_IS:
+            return self._open_general(frame, loader, beside, restored)
+
+    def _open_general(
+        self, frame: Frame, loader: Serializer, beside: Beside, restored: Any
+    ) -> Opened:
         body = memoryview(frame.body)
         most = self._limits.body + self._limits.bulk
-        arrived, at = dense_tensors.unpack(body, frame.area, most)
+        arrived, at = dense_tensors.unpack(body, frame.area, most, frame.on_device)
         fields = loader.loads(body[at:], arrived)
         traced: list[torch.Tensor] = []
         if frame.scope and frame.mark:
@@ -316,6 +325,7 @@ class Codec:
             packed = dense_tensors.pack(found, keep_gaps=self._keep_gaps)
             parcel = Parcel(kind, encoding, b"".join((*packed.head, data)))
             parcel.with_bulk(packed.bulk, packed.bulk_length).check(self._limits)
+            parcel.device_at = packed.device_at
         except BaseException:
             if replaced is not None:
                 replaced.take_back()

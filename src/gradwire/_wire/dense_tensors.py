@@ -1,6 +1,6 @@
 """A message's tensors: one table that says what they are, and blocks that hold their bytes.
 
-Only strided CPU tensors come here; `tensor_kinds.py` takes the others apart into such. Rules:
+Only strided tensors come here; `tensor_kinds.py` takes the others apart into such. Rules:
 
 * A tensor is sent as the span of memory it covers, with its strides, if that is no longer than its
   elements (so a transposed or an expanded tensor arrives as it was); else as its elements in order.
@@ -10,8 +10,11 @@ Only strided CPU tensors come here; `tensor_kinds.py` takes the others apart int
 * With `keep_gaps`, as torch's RPC: a tensor with gaps keeps its strides if it spans little memory,
   and the bytes between its elements go along.
 * Blocks up to `INLINE` bytes are copied into the body; larger ones go to the bulk area, in place.
+* A tensor of a device has a block of its own, in the bulk area behind those of the CPU: how it is
+  moved is the transport's business (`frames.py`).
 
-    table    count u32, blocks u32, then per block its length u64, then per tensor:
+    table    count u32, blocks u32, then per block its length u64 (bit 63: of a device), then per
+             tensor:
              block u32, dtype u8, flags u8, ndim u16, offset in the block u64,
              shape i64 each, strides i64 each if flagged
     body     table, then the inline blocks one after the other
@@ -26,13 +29,13 @@ import struct
 from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from ..errors import ProtocolError
 from . import raw_bytes
-from .frames import Piece, aligned
+from .frames import OnDevice, Piece, aligned
 
 INLINE = 32768
 
@@ -48,6 +51,7 @@ DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES) if dtype is not 
 _COUNTS = struct.Struct("<II")
 _ENTRY = struct.Struct("<IBBHQ")
 _GRAD, _STRIDES = 1, 2
+_OF_DEVICE = 1 << 63
 _LITTLE = (
     8192  # bytes, that torch's RPC sends with gaps; or twice what the elements need
 )
@@ -62,6 +66,13 @@ class Packed:
     head: list[bytes]
     bulk: list[Piece] = field(default_factory=list)
     bulk_length: int = 0
+    device_at: int = -1
+    """Where the tensors of devices begin there, if there are some."""
+
+    def add(self, block: torch.Tensor, length: int) -> None:
+        """A block more in the bulk area."""
+        self.bulk.append(Piece(self.bulk_length, block))
+        self.bulk_length = aligned(self.bulk_length + length)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -78,25 +89,37 @@ def pack(tensors: Sequence[torch.Tensor], *, keep_gaps: bool = False) -> Packed:
     """The table of these tensors, and their bytes."""
     entries: list[bytes] = []
     lengths: list[int] = []
-    blocks: list[torch.Tensor] = []
+    blocks: list[tuple[torch.Tensor, int]] = []
     sources = [_Source(t, keep_gaps) for t in tensors]
     for index, (group, span) in enumerate(_groups(sources)):
         block, length = _block(group, span)
-        blocks.append(block)
+        blocks.append((block, length))
         lengths.append(length)
         for source in group:
             source.block = index
     entries = [source.entry() for source in sources]
     counts = _COUNTS.pack(len(sources), len(blocks))
-    sizes = struct.pack(f"<{len(lengths)}Q", *lengths)
+    marks = [_OF_DEVICE * _stays_there(*block) for block in blocks]
+    sizes = struct.pack(f"<{len(marks)}Q", *map(int.__or__, marks, lengths))
     packed = Packed([counts, sizes, *entries])
-    for block, length in zip(blocks, lengths, strict=True):
-        if length <= INLINE:
+    of_devices: list[tuple[torch.Tensor, int]] = []
+    for (block, length), mark in zip(blocks, marks, strict=True):
+        if mark:
+            of_devices.append((block, length))
+        elif length <= INLINE:
             packed.head.append(raw_bytes.read(block, length))
         else:
-            packed.bulk.append(Piece(packed.bulk_length, block))
-            packed.bulk_length = aligned(packed.bulk_length + length)
+            packed.add(block, length)
+    if of_devices:
+        packed.device_at = packed.bulk_length
+        for block, length in of_devices:
+            packed.add(block, length)
     return packed
+
+
+def _stays_there(block: torch.Tensor, length: int) -> bool:
+    """Whether its bytes are on a device, if there are any."""
+    return length > 0 and not block.is_cpu
 
 
 class _Source:
@@ -160,7 +183,7 @@ def _groups(sources: list[_Source]) -> list[tuple[list[_Source], tuple[int, int]
     by_storage: dict[int, list[_Source]] = {}
     for source in sources:
         key = id(source)
-        if source.high > source.low:
+        if source.high > source.low and source.tensor.is_cpu:
             key = source.tensor.untyped_storage().data_ptr()
             if not key:
                 raise TypeError("cannot send a tensor whose memory has been freed")
@@ -230,7 +253,10 @@ def _block(group: list[_Source], span: tuple[int, int]) -> tuple[torch.Tensor, i
 
 
 def unpack(
-    body: memoryview, area: Any, most: int = _MAX_BYTES
+    body: memoryview,
+    area: Any,
+    most: int = _MAX_BYTES,
+    on_device: OnDevice | None = None,
 ) -> tuple[list[torch.Tensor], int]:
     """The tensors described at the start of `body`, and how many bytes that took.
 
@@ -240,20 +266,40 @@ def unpack(
         ProtocolError: the table does not match the bytes.
     """
     try:
-        return _Table(body, area, most).build()
+        if on_device is not None and not on_device.begin():
+            on_device = None
+        table = _Table(body, area, most, on_device)
+        tensors, at = table.build()
+        table.fill()
     except (struct.error, ValueError, TypeError, RuntimeError, OverflowError) as error:
         if isinstance(error, ProtocolError):
             raise
         raise ProtocolError(f"invalid table of tensors: {error}") from error
+    return tensors, at
+
+
+class _Place(NamedTuple):
+    """Where the bytes of a block are."""
+
+    where: int
+    at: int
+    length: int
+
+
+_IN_BODY, _IN_AREA, _ON_DEVICE = range(3)
 
 
 class _Table:
     """An incoming table."""
 
-    def __init__(self, body: memoryview, area: Any, most: int) -> None:
+    def __init__(
+        self, body: memoryview, area: Any, most: int, on_device: OnDevice | None
+    ) -> None:
         self._body = body
         self._area = area
         self._most = most
+        self._on_device = on_device
+        self._targets: list[Piece] = []  # what is to be filled on the device
         self._expanded = 0
         self._at = 0
 
@@ -269,7 +315,7 @@ class _Table:
                 raise ProtocolError(f"tensor in block {block} of {blocks}")
             members[block] += 1
         places = self._places(lengths)
-        shared = {i: self._storage(*places[i]) for i in range(blocks) if members[i] > 1}
+        shared = {i: self._storage(places[i]) for i in range(blocks) if members[i] > 1}
         return [self._tensor(e, places, shared) for e in entries], self._at
 
     def _take(self, layout: struct.Struct) -> tuple[int, ...]:
@@ -297,53 +343,87 @@ class _Table:
             raise ProtocolError(f"tensor of shape {shape} with strides {strides}")
         return block, dtype, flags, shape, strides, offset
 
-    def _places(self, lengths: Sequence[int]) -> list[tuple[bool, int, int]]:
-        """For each block: whether it is in the bulk area, its offset and its length."""
-        places = []
+    def _places(self, lengths: Sequence[int]) -> list[_Place]:
+        """For each block."""
+        places: list[_Place] = []
         bulk = 0
-        for length in lengths:
-            if length <= INLINE:
-                places.append((False, self._at, length))
+        of_devices: list[int] = []
+        for index, length in enumerate(lengths):
+            if length & _OF_DEVICE:
+                of_devices.append(index)
+                places.append(_Place(_IN_AREA, 0, length ^ _OF_DEVICE))
+            elif length <= INLINE:
+                places.append(_Place(_IN_BODY, self._at, length))
                 self._at += length
             else:
-                places.append((True, bulk, length))
+                places.append(_Place(_IN_AREA, bulk, length))
                 bulk = aligned(bulk + length)
+        where, at = _IN_AREA, bulk
+        if self._on_device is not None:
+            where, at = _ON_DEVICE, 0
+        for index in of_devices:
+            places[index] = place = _Place(where, at, places[index].length)
+            at = aligned(at + place.length)
+        bulk = at if where == _IN_AREA else bulk
         room = 0 if self._area is None else memoryview(self._area).nbytes
         if self._at > len(self._body) or bulk > aligned(room):
             raise ProtocolError("tensors are longer than the message")
         return places
 
-    def _storage(self, in_area: bool, at: int, length: int) -> torch.UntypedStorage:
-        if in_area:
+    def _storage(self, place: _Place) -> torch.UntypedStorage:
+        where, at, length = place
+        if where == _IN_AREA:
             flat = torch.frombuffer(
                 self._area, dtype=torch.uint8, count=length, offset=at
             )
-        else:
+        elif where == _IN_BODY:
             flat = torch.empty(length, dtype=torch.uint8, device=raw_bytes.CPU)
             raw_bytes.write(flat, self._body[at : at + length])
+        else:
+            raise ProtocolError("tensors of a device that share a block")
         return flat.untyped_storage()
+
+    def _made_on_device(
+        self, dtype: torch.dtype, shape: Any, strides: Any, at: int
+    ) -> torch.Tensor:
+        """A tensor that is to be filled."""
+        assert self._on_device is not None
+        tensor = torch.empty_strided(
+            shape, strides or _steps(shape), dtype=dtype, device=self._on_device.device
+        )
+        self._targets.append(Piece(at, tensor))
+        return tensor
+
+    def fill(self) -> None:
+        """Copy to the device's tensors what has come for them."""
+        if self._targets and self._on_device is not None:
+            self._on_device.copy_to(self._targets)
 
     def _tensor(
         self,
         entry: tuple[int, torch.dtype, int, tuple[int, ...], Any, int],
-        places: list[tuple[bool, int, int]],
+        places: list[_Place],
         shared: dict[int, torch.UntypedStorage],
     ) -> torch.Tensor:
         block, dtype, flags, shape, strides, offset = entry
-        in_area, at, length = places[block]
+        where, at, length = places[block]
         needed = _needed(shape, strides, dtype.itemsize)
         if offset + needed > length or offset % dtype.itemsize:
             raise ProtocolError(f"tensor of shape {shape} reaches out of its block")
         self._count_expanded(math.prod(shape) * dtype.itemsize, length)
-        if block in shared or strides is not None:
-            storage = shared.get(block) or self._storage(in_area, at, length)
+        if where == _ON_DEVICE and block not in shared:
+            if needed != length or offset:
+                raise ProtocolError(f"tensor of shape {shape} in {length} bytes")
+            tensor = self._made_on_device(dtype, shape, strides, at)
+        elif block in shared or strides is not None:
+            storage = shared.get(block) or self._storage(places[block])
             tensor = torch.empty(0, dtype=dtype, device=raw_bytes.CPU)
             tensor.set_(
                 storage, offset // dtype.itemsize, shape, strides or _steps(shape)
             )
         elif needed != length:
             raise ProtocolError(f"tensor of shape {shape} in a block of {length} bytes")
-        elif in_area:
+        elif where == _IN_AREA:
             count = length // dtype.itemsize
             flat = torch.frombuffer(self._area, dtype=dtype, count=count, offset=at)
             tensor = flat.resize_(shape)

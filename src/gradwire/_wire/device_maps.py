@@ -17,6 +17,8 @@ from typing import Any, NamedTuple
 
 import torch
 
+from ..errors import GradwireError
+
 Names = Mapping[str, str]
 """A device map. Of the devices of another worker, this one may know nothing but the name."""
 
@@ -60,6 +62,10 @@ def _name(given: Any) -> str:
     return str(device)
 
 
+class NoMapError(GradwireError):
+    """A tensor of a device was to be sent along a map that there has to be."""
+
+
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
     """Where the tensors of messages to one worker arrive."""
@@ -69,6 +75,8 @@ class DeviceMap:
     """What errors call it."""
     is_whole: bool = True
     """Whether only what it lists may be left."""
+    missing: str = ""
+    """What to say of a tensor of a device, if there is no map and there has to be one."""
 
     @property
     def moves_cpu(self) -> bool:
@@ -80,8 +88,11 @@ class DeviceMap:
 
         Raises:
             ValueError: the map does not have it.
+            NoMapError: there is no map, and there has to be one.
         """
         here = str(device)
+        if self.missing and device.type not in _ANYWHERE:
+            raise NoMapError(self.missing)
         if self.is_whole and here not in self.pairs and device.type not in _ANYWHERE:
             raise ValueError(
                 f"a tensor is on {here}, which {self.name} does not list: it is {self.pairs}"
@@ -100,14 +111,28 @@ class DeviceMaps(NamedTuple):
     gradients: DeviceMap | None = None
 
 
-def between(me: str, mine: Names, other: str, theirs: Names) -> DeviceMaps:
-    """The maps for messages to another worker, from its map for this one and this one's for it."""
+def between(
+    me: str, mine: Names, other: str, theirs: Names, missing: str = ""
+) -> DeviceMaps:
+    """The maps for messages to another worker, from its map for this one and this one's
+    for it.
+
+    `missing`: what to say where there is none; empty: there need not be one.
+    """
     back = {there: here for here, there in theirs.items()}
     request = f"the device map of worker {me!r} for {other!r}"
     response = f"the device map of worker {other!r} for {me!r}, backwards,"
     both = {**mine, **back}
     return DeviceMaps(
-        DeviceMap(mine, request) if mine else None,
-        DeviceMap(back, response) if back else None,
+        DeviceMap(mine, request) if mine else _missing(missing, "Request", other),
+        DeviceMap(back, response) if back else _missing(missing, "Response", other),
         DeviceMap(both, "", is_whole=False) if both else None,
     )
+
+
+def _missing(text: str, kind: str, other: str) -> DeviceMap | None:
+    """The map for where there is none, if there has to be one."""
+    if not text:
+        return None
+    why = f"{kind} device mapping is not available for destination: {other}"
+    return DeviceMap({}, "", missing=f"{text} {why}")

@@ -13,8 +13,9 @@
     48      8     over: another context, which has ended; 0 for none
 
 A `Parcel` is a frame to be sent, a `Frame` one that has arrived. The body is bytes; the bulk area
-holds the large tensors of the message, each at a multiple of 64 bytes. Lengths are checked against
-`Limits` before any memory is taken for them.
+holds the large tensors of the message, each at a multiple of 64 bytes, and those of devices after
+all others. A transport that has a shorter way for these than through memory of the host leaves them
+out of the area. Lengths are checked against `Limits` before any memory is taken for them.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .. import streams
 from ..errors import ProtocolError
 
 VERSION = 1
@@ -58,6 +60,20 @@ class Wait(Protocol):
 
     def settle(self) -> None:
         """Wait for it to complete, with or without an error."""
+
+
+class OnDevice(Protocol):
+    """The tensors of a message that have come from device to device, and are not copied out yet."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they are."""
+
+    def begin(self) -> bool:
+        """Whether they are there; else they are in the bulk area after all. Called first."""
+
+    def copy_to(self, targets: Sequence[Piece]) -> None:
+        """Fill tensors of that device, with what begins at their offsets. Once."""
 
 
 class Replaced(Protocol):
@@ -100,6 +116,8 @@ class Parcel:
 
     bulk: Sequence[Piece] = ()
     bulk_length = 0
+    device_at = -1
+    """Where in the bulk area the tensors of devices begin, if there are some."""
     scope = 0
     mark = 0
     over = 0
@@ -108,6 +126,8 @@ class Parcel:
     """An answer that may be held back for a moment, to travel with others."""
     meanwhile: Callable[[], object] | None = None
     """What the sender has to do between sending a request and waiting for its response."""
+    was_emptied = False
+    """Its tensors were taken out: it cannot be sent again."""
     afterwards: tuple[Callable[[], object], ...] = ()
     """What may be done here when it has been sent, and the other side has to do something first."""
 
@@ -125,6 +145,15 @@ class Parcel:
         """Itself, with large tensors attached."""
         self.bulk, self.bulk_length = bulk, length
         return self
+
+    def take_from_device(self) -> list[Piece]:
+        """Take the tensors of devices out of the bulk area; each with its place among them."""
+        at = self.device_at
+        taken = [Piece(offset - at, t) for offset, t in self.bulk if offset >= at]
+        self.bulk = [piece for piece in self.bulk if piece.offset < at]
+        self.bulk_length, self.device_at = at, -1
+        self.was_emptied = True
+        return taken
 
     def header(self, call: int, segment: int = 0) -> bytes:
         return HEADER.pack(
@@ -162,6 +191,8 @@ class Parcel:
     def arrive(self, call: int) -> Frame:
         """The frame that the other side would get, with its own copy of the bytes."""
         frame = Frame(self.kind, self.encoding, call, self.body)
+        if self.device_at >= 0:
+            frame.on_device = Copied(self.take_from_device())
         if self.bulk_length:
             frame.area = (ctypes.c_char * self.bulk_length)()
             fill(frame.area, 0, self.bulk)
@@ -186,6 +217,8 @@ class Frame:
     charge: Any = None
     """Its entry in the sender's quota (`_transport/quota.py`)."""
     area: Any = None  # a writable buffer that lives as long as the tensors made of it
+    on_device: OnDevice | None = None
+    """Where the tensors of devices are; None: they are in the area, if there are some."""
 
     def __init__(
         self, kind: int, encoding: int, call: int, body: bytes | memoryview
@@ -197,6 +230,23 @@ class Frame:
 
     def __repr__(self) -> str:
         return f"<Frame of kind {self.kind}, call {self.call}: {len(self.body)} bytes>"
+
+
+class Copied:
+    """Copies of a message's tensors on their device, for a receiver in the same process."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._copies = {offset: tensor.clone() for offset, tensor in pieces}
+        self.device: torch.device = pieces[0].tensor.device
+        streams.publish()
+
+    def begin(self) -> bool:
+        return True
+
+    def copy_to(self, targets: Sequence[Piece]) -> None:
+        for offset, target in targets:
+            copy = self._copies[offset]
+            target.as_strided((copy.numel(),), (1,)).copy_(copy)
 
 
 class Limits(NamedTuple):

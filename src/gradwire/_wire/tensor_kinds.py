@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from .. import streams
 from . import dense_tensors
 from .device_maps import DeviceMap
 
@@ -35,7 +36,7 @@ Recipe = tuple[str, tuple[Any, ...]]
 
 
 class Copy(NamedTuple):
-    """In a recipe, a part that is sent unchanged: a plain tensor, in spite of device maps."""
+    """In a recipe, a part that is sent unchanged: a strided tensor, in spite of device maps."""
 
     tensor: torch.Tensor
 
@@ -69,7 +70,8 @@ def take_apart(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe
         return "nested", ([member.clone() for member in tensor.unbind()], grad)
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized
     if is_dense and not (tensor.is_cpu and there == "cpu"):
-        return "device", (there, Copy(tensor.cpu()), grad)
+        streams.note()
+        return "device", (there, Copy(tensor), grad)
     if tensor.layout is torch.sparse_coo:
         parts = map(_unexpanded, (tensor._indices(), tensor._values()))
         return "coo", (*parts, tuple(tensor.shape), tensor.is_coalesced(), grad)
@@ -87,11 +89,11 @@ def on_device(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe 
     """
     if tensor.is_cpu or tensor.is_meta or tensor.layout is not torch.strided:
         return None
-    copy = tensor.detach().cpu()
-    if type(copy) is not torch.Tensor:
+    bare = tensor.detach()
+    if type(bare.flatten()[:0].cpu()) is not torch.Tensor:
         return None
     there = str(tensor.device) if devices is None else devices.target(tensor.device)
-    return "device", (there, Copy(copy), tensor.requires_grad)
+    return "device", (there, Copy(bare), tensor.requires_grad)
 
 
 def put_together(name: str, parts: tuple[Any, ...]) -> torch.Tensor:
@@ -164,6 +166,7 @@ def _nested(members: list[torch.Tensor], grad: bool) -> torch.Tensor:
 
 
 def _device(device: str, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
+    streams.note()
     try:
         return tensor.to(torch.device(device)).requires_grad_(grad)
     except (RuntimeError, AssertionError) as error:

@@ -31,6 +31,11 @@ KINDS = Kinds(
     runner=TorchRunner,
     timeout=RpcTimeout,
     keep_gaps=True,
+    no_map=(
+        "TensorPipe RPC backend only supports CPU tensors by default, please move your "
+        "tensors to CPU before sending them over RPC, or call `set_device_map` on "
+        "`TensorPipeRpcBackendOptions` to explicitly configure device mapping."
+    ),
     warns=False,  # as torch
 )
 
