@@ -124,6 +124,8 @@ class Agent:
             raise ClosedError(f"worker {self.me.name!r} is shut down")
         if self.before_each is not None:
             self.before_each()
+        if streams.in_use:
+            streams.publish()
         try:
             card = self.members.find(to)
         except (ValueError, WorkerLostError) as error:

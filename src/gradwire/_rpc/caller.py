@@ -141,8 +141,6 @@ class Caller:
         if self._held.requests:
             self._held.flush(peer.id)
         number = peer.next_call() if number is None else number
-        if streams.in_use:
-            streams.publish()
         self._exchanges += 1
         self._exchanging[number] = peer.id
         frame = None
@@ -310,8 +308,6 @@ class Caller:
         """Send a request and register it as in flight."""
         pending = held.pending
         deadline = pending.deadline
-        if streams.in_use:
-            streams.publish()
         with self._lock:
             self._posted += calls
             self._calls.started(pending)
