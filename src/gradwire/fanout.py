@@ -37,7 +37,7 @@ def call_all(calls: Calls) -> dict[str, Any]:
         target, method, args = calls[name]
         try:
             results[name] = getattr(way(target), method)(*args)
-        except Exception as error:  # noqa: BLE001 user code, and the others go on
+        except Exception as error:  # noqa: BLE001 user code, and the others continue
             errors[name] = error
 
     def run_here() -> None:

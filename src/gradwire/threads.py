@@ -89,7 +89,7 @@ class Executor:
         """Run `task` soon."""
         self._queue.append(task)
         if self._active:
-            self._monitor.wake()  # the busy thread will take it, or the monitor sees to it
+            self._monitor.wake()  # the busy thread will take it, or the monitor adds one
         else:
             self._add_thread()
 
@@ -406,7 +406,7 @@ class _Monitor:
         ):  # held for ever from the first time on
             self._bell.ring()
         elif self._executor._closed or not self._executor.start(self._watch, "monitor"):
-            self._started.release()  # whoever needs it next tries again
+            self._started.release()  # the next to need it retries
 
     def _watch(self) -> None:
         executor = self._executor

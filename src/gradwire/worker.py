@@ -252,7 +252,7 @@ class Worker:
             except GradwireError as error:
                 log.debug("greeting: %s", error)  # it went while we came
 
-    # What users do
+    # Users' operations
 
     def rpc_sync(
         self,

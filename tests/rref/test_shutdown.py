@@ -82,11 +82,11 @@ def test_shutdown_names_what_leaked_and_where_it_was_made(
         gw.rpc_sync("worker2", keep, (leak,))
         world.shutdown()
     here = f"value 0.1 of 'worker1', made at {__file__}:{line}"
-    assert f"worker 'worker0' still holds 1 references at shutdown: {here}" in (
+    assert f"worker 'worker0' still holds a reference at shutdown: {here}" in (
         caplog.text
     )
     there = "value 0.1 of 'worker1', received from worker0"
-    assert f"worker 'worker2' still holds 1 references at shutdown: {there}" in (
+    assert f"worker 'worker2' still holds a reference at shutdown: {there}" in (
         caplog.text
     )
     assert "worker 'worker1' still holds" not in caplog.text

@@ -90,5 +90,5 @@ def _lines(node: Any) -> str:
     if not lines:
         return "  (not known: anomaly mode was not on there)"
     ours = [i for i, line in enumerate(lines) if f'File "{_OURS}' in line]
-    users = lines[ours[-1] + 1 :] if ours else lines  # what a call over here ran
+    users = lines[ours[-1] + 1 :] if ours else lines  # run by a call to this worker
     return "".join(users or lines).rstrip()

@@ -28,7 +28,7 @@ log = logging.getLogger("gradwire")
 
 Send = Callable[[int, Release | Claim], CallFuture]
 
-_GATHER = 0.02  # seconds; what no request has told is told after one to two of these
+_GATHER = 0.02  # seconds; reports that no request has carried are sent after one to two of these
 _TRIES = 5
 _PAUSE = 0.5
 
@@ -72,8 +72,8 @@ class Releases:
         """The report to piggyback on a request to a worker."""
         free = self._free.get(worker)
         try:
-            return free.pop() if free else None  # in one step: it needs no lock
-        except IndexError:  # another thread was faster
+            return free.pop() if free else None  # atomic: needs no lock
+        except IndexError:  # another thread was first
             return None
 
     def claim(
@@ -91,7 +91,7 @@ class Releases:
         """Whether a late report is still unsent; no request takes it from now on."""
         try:
             self._free[word.worker].remove(word)
-        except ValueError:  # a request has taken it
+        except ValueError:  # a request has carried it
             pass
         return not word.is_told
 
@@ -115,7 +115,7 @@ class Releases:
                 if heard is not None:
                     heard(answer)
             except (WorkerLostError, ClosedError):
-                pass  # it has gone, or we have
+                pass  # it has left, or this worker has
             except Exception as error:  # noqa: BLE001 whatever it is: once more
                 if tries > 1:
                     again = partial(self._say, worker, message, heard, tries - 1)

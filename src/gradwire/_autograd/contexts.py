@@ -85,7 +85,7 @@ class Context:
         self.aborted: set[int] = set()
         """Passes of others that have failed, and are not to be begun here any more."""
         self._segments = Segments()
-        self._since: dict[int, int] = {}  # by worker that leads, its oldest pass
+        self._since: dict[int, int] = {}  # by leader: its oldest pass
 
     def __repr__(self) -> str:
         return (
@@ -103,7 +103,7 @@ class Context:
     def add_recv(self, number: int, sender: int, node: Any) -> None:
         """Assign the result of `make_recv` to a message of this context."""
         node.crossing.become(number, sender, self.id)
-        self.recvs[number] = node  # in one step, as copying it: it needs no lock
+        self.recvs[number] = node  # atomic, as is copying it: needs no lock
 
     def add_gradients(self, found: Iterable[tuple[Tensor, Tensor]]) -> None:
         """Accumulate gradients of a leaf. Those that were handed out are not modified."""
@@ -134,7 +134,7 @@ class Context:
     def passes(self) -> int:
         """How many are in progress here."""
         with self.lock:
-            parts = list(self.parts.values())  # in one step: passes end meanwhile
+            parts = list(self.parts.values())  # atomic: passes end concurrently
         return sum(part.is_under_way for part in parts)
 
     def begin_pass(self, numbers: Numbers) -> tuple[int, int]:
@@ -285,13 +285,13 @@ class Contexts:
             context = self._contexts.get(number)
             if context is not None:
                 context.known.add(worker)
-            if context is None or context.is_released:  # perhaps after all were told
+            if context is None or context.is_released:  # all others may know already
                 over.append(number)
         return tuple(over)
 
     def remove(self, number: int) -> Context | None:
         """Remove a context from the table; None if it was not there."""
-        if owner(number) == self._worker:  # what is late will not bring it back
+        if owner(number) == self._worker:  # a late message does not recreate it
             context = self._contexts.pop(number, None)
         else:
             with self._lock:

@@ -35,7 +35,7 @@ Known = Callable[[Tensor], "Tensor | None"]
 Keep = Callable[[Tensor, Tensor], None]
 
 _PATIENCE = 60.0  # seconds that a pass waits for another
-_NAP = 0.05  # seconds between looks at whether the pass is over
+_NAP = 0.05  # seconds between checks whether the pass has ended
 _lock = CheckedLock()
 _watchers = 0
 _handle: Any = None

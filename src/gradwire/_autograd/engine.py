@@ -26,7 +26,7 @@ from . import device_queues
 from .messages import CREATE, RETAIN
 from .nodes import TOKEN, Crossing, Gradients, Run, Send, here
 
-_SMALL = 200  # nodes of a graph that takes no time to run
+_SMALL = 200  # nodes of a graph that takes negligible time to run
 _SIGNAL = torch.zeros(())  # sends ignore what flows into them
 _KEEPS_GRAPH = RETAIN | CREATE
 _edge: Callable[[tuple[Any, int]], GradientEdge] = partial(tuple.__new__, GradientEdge)
@@ -70,7 +70,7 @@ def execute(job: Job, run: Run) -> Found:
     inputs += job.wanted
     nodes: list[Crossing] = []
     ends: Collection[Any] = ()
-    if job.given is None or job.size > _SMALL:  # then gradients leave before it is over
+    if job.given is None or job.size > _SMALL:  # then gradients are sent before it ends
         nodes += [node.crossing for node in job.recvs]
         if nodes:
             inputs.append(TOKEN)
@@ -145,7 +145,7 @@ def _sources(job: Job) -> tuple[list[Any], tuple[Tensor, ...]]:
     if job.given is None:
         return _sends(job, outputs, gradients)
     for send in job.sends:
-        came = job.given.pop(send.crossing.id)  # who keeps it would have it copied
+        came = job.given.pop(send.crossing.id)  # a reference to it would force a copy
         for edge, gradient in zip(send.edges, came, strict=True):
             if gradient is not None:
                 outputs.append(_edge(edge))

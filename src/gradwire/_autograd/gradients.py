@@ -23,7 +23,7 @@ from .contexts import Context, add
 from .messages import ACCUMULATE, CREATE
 
 _grad_lock = CheckedLock()  # for `.grad`: passes of several contexts add to it
-_NOBODY_ELSE = 2  # references to what a list holds: its own and the one that looks
+_NOBODY_ELSE = 2  # references to an item of a list: the list's and the caller's
 
 
 class Leaf(NamedTuple):
@@ -101,7 +101,7 @@ def keep_accumulated(
     context: Context, flags: int, leaf: Tensor, gradient: Tensor
 ) -> None:
     """Keep what the engine made of what the context had for a leaf; it has called the hooks."""
-    gradient = gradient.clone()  # it may be a piece of what others will use again
+    gradient = gradient.clone()  # it may be part of a buffer that is reused
     with context.lock:
         before = context.gradients.get(leaf)
         context.gradients[leaf] = gradient

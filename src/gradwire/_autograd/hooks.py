@@ -24,7 +24,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 on_crossings: list[bool] = []
 """Not empty: some send or recv got hooks, ever."""
 
-_not_on_nodes = [0]  # handles that were made for what is no node
+_not_on_nodes = [0]  # handles that do not belong to nodes
 
 
 def were_made() -> bool:

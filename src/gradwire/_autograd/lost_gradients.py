@@ -38,7 +38,7 @@ class LostGradients:
     def in_arguments(self, *, are_contexts: bool) -> None:
         """The call that this thread is making has such arguments."""
         frame: Any = sys._getframe(1)
-        # The line of the user's, not the one of torch's that calls each module's forward.
+        # The user's line, not torch's own that calls each module's forward.
         while frame and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
             frame = frame.f_back
         if frame is None or frame.f_code.co_filename == threading.__file__:

@@ -210,7 +210,7 @@ def _put(facts: list[int], load: Load, flags: int) -> list[Any]:
 
 def _take(facts: Sequence[int], at: int, flat: Sequence[Any], flags: int) -> Load:
     """What a load is, by the facts from there on."""
-    is_one = len(facts) == at + 4 and facts[-1] == len(flat) > 0  # as mostly
+    is_one = len(facts) == at + 4 and facts[-1] == len(flat) > 0  # the usual case
     if is_one and not (facts[at] or facts[at + 1]):
         return Load([Delivery(facts[-2], flat)])
     rest = iter(facts[at:])

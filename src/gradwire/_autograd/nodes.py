@@ -65,7 +65,7 @@ class _Here(threading.local):
 
 
 here = _Here()
-_making = threading.RLock()  # of the nodes that are made late
+_making = threading.RLock()  # for nodes that are created late
 
 
 class Crossing:
@@ -125,7 +125,7 @@ class Send:
             if not tensor.is_leaf:
                 break
         else:
-            if not is_anomaly_enabled():  # it notes where nodes are made
+            if not is_anomaly_enabled():  # it records where nodes are created
                 self.leaves = tensors
                 return
         self._output = _made_send(crossing, tensors)
@@ -277,7 +277,7 @@ def _send_forward(ctx: Any, crossing: Crossing, *tensors: Tensor) -> Tensor:
     ctx.crossing = crossing
     if len(tensors) > 1:  # perhaps not all will get gradients (`PartialSend`)
         ctx.save_for_backward(*tensors)
-    return _BLANK.detach()  # a new one each time, made in the quickest way
+    return _BLANK.detach()  # a new one each time, created in the fastest way
 
 
 def _made_send(crossing: Crossing, tensors: Sequence[Tensor]) -> Tensor:

@@ -126,7 +126,7 @@ class Part:
         if bell is not None:
             bell.ring()
 
-    # How it ends, but well
+    # How it ends, unless it succeeds
 
     def fail(self, error: BaseException) -> None:
         """Report an error here."""
@@ -144,7 +144,7 @@ class Part:
             self.gradients.clear()
         for bell in bells.values():
             bell.ring()
-        parked = self.parked.copy()  # in one step: answers still come
+        parked = self.parked.copy()  # atomic: responses still arrive
         asked = {worker for worker, count in parked.items() if count}
         for each in list(self.rounds):
             asked |= each.let_go()

@@ -35,9 +35,9 @@ from .nodes import Crossing, Gradients
 from .parts import Ended, Part
 from .pass_state import ROOTS, Action, Narrow, Reach, Run, Step, Void, Wake
 
-_DEEPEST = 16  # workers that wait for each other, one behind the other
-_GLANCE = 0.05  # seconds that a look at one answer may take
-_LONG = 0.0003  # seconds of a run: so long, what it yields should not wait for the next
+_DEEPEST = 16  # workers in a chain that wait for each other
+_GLANCE = 0.05  # seconds that handling one response may take
+_LONG = 0.0003  # seconds of a run after which its results do not wait for the next
 
 Leaving = dict[int, Load]
 """What is to be sent, by worker."""
@@ -62,10 +62,10 @@ class Round:
         self.is_over = part.has_ended
         self._host = part.host
         self._header = header
-        self._back = Load()  # what there is for the asker
+        self._back = Load()  # what there is for the requester
         self._lock = OwnedLock()
-        self._open = 1  # threads at work, and requests that are not answered
-        self._asked: list[int] = []  # who owes an answer
+        self._open = 1  # working threads, and outstanding requests
+        self._asked: list[int] = []  # workers that owe a response
         self._future: torch.futures.Future[Any] | None = None  # of ours
         self._is_served_here = False
         if asker is None:
@@ -74,7 +74,7 @@ class Round:
             self._is_served_here = header.step == Step.RUN
         part.rounds.append(self)
 
-    # From the request to the answer
+    # From the request to the response
 
     def serve(self, load: Load) -> Any:
         """The response to a request that brought this; or `Later`."""
@@ -116,7 +116,7 @@ class Round:
         if self._inbox.empty() and len(coming) == 1 and not coming[0].done():
             try:
                 coming[0].wait(_GLANCE)
-            except Exception:  # noqa: BLE001 whoever is told of the answer sees to it
+            except Exception:  # noqa: BLE001 the receiver of the response handles it
                 pass
             return
         with self._host.executor.waiting():
@@ -157,7 +157,7 @@ class Round:
             self._inbox.put(_look)
         return {*self._asked}
 
-    # What comes
+    # Arrivals
 
     def _take(self, sender: int, load: Load, leaving: Leaving) -> list[Run]:
         """Record what arrived from a worker; returns what to run."""
@@ -219,7 +219,7 @@ class Round:
                         _at(leaving, worker).voids.append(number)
         return runs
 
-    # What is done
+    # Actions
 
     def _go_on(self, runs: list[Run], leaving: Leaving, *, may_wait: bool) -> None:
         """Run what can be run, and everything that follows."""
@@ -338,7 +338,7 @@ class Round:
         finally:
             self._leave()
 
-    # Asking others
+    # Requests to others
 
     def _may_ask(self) -> bool:
         """Whether this thread may wait for a response: a deep chain would block many threads."""
@@ -390,7 +390,7 @@ class Round:
             self._coming.pop(future, None)
         self._asked.remove(worker)
         try:
-            answer = self._read(future.value())  # that it has failed is noticed at once
+            answer = self._read(future.value())  # a failure is noticed at once
         except BaseException as error:  # noqa: BLE001 whatever has become of the worker
             self.part.fail(error)
             self._leave()

@@ -112,8 +112,8 @@ class PassState:
         self.parked: dict[int, Indexes] = {}
         """What has come and waits for others: by source, the slots that have gradients."""
         self._plan = plan
-        self._came: dict[int, Indexes] = {}  # of these, what came; nothing: void
-        self._over: set[int] = set()  # sources whose segment was begun
+        self._came: dict[int, Indexes] = {}  # what arrived for these; empty: void
+        self._over: set[int] = set()  # sources whose segment has started
         self._waiting: set[int] = set()  # those of them that the engine may wait for
         self._announced: dict[int, set[int]] = {}  # slots, by message
         self._reached: set[int] = set()  # parked sources that have announced
@@ -130,7 +130,7 @@ class PassState:
             self._waiting.discard(source)
             return [Wake(source)]
         is_any = bool(slots) or source == ROOTS
-        if len(sources) == 1 and is_any and not self._announced:  # as mostly
+        if len(sources) == 1 and is_any and not self._announced:  # the usual case
             self._over.add(source)
             return [Run({source: slots})]
         if is_any:

@@ -45,12 +45,12 @@ class Recording:
             parcel.mark = mark = self._number()
             context.add_send(mark, to, tensors)
             parcel.afterwards = (partial(look_at_graph, context),)
-        # Whoever is known by now will be told of its end. Others must not hear of it any more.
+        # The workers known by now will be told of its end. No others may learn of it any more.
         if context.is_released:
             parcel.mark = 0
         else:
             parcel.scope = context.id
-        if parcel.kind != RESULT:  # which nobody answers
+        if parcel.kind != RESULT:  # which has no response
             word = self._take_word(to)
             if word is not None:
                 parcel.over, parcel.freight = word.context, (word,)

@@ -117,7 +117,7 @@ class SegmentRunner:
                 engine.accumulate(job, run)
             return ()
         of_leaves, of_wanted, of_recvs = engine.execute(job, run)
-        if run.is_over():  # nobody waits for it any more
+        if run.is_over():  # no thread waits for it any more
             return ()
         if leaves:
             keep(self._context, look_at(leaves), of_leaves, flags)

@@ -109,7 +109,7 @@ class Segment:
         sends = [*self.sends, *other.sends]
         if self.sends and other.sends and self.sends[-1].place > other.sends[0].place:
             sends.sort(key=_place)
-        self.sends = sends  # at once: passes look at it meanwhile
+        self.sends = sends  # atomic: passes read it concurrently
         self.has_roots = self.has_roots or other.has_roots
         self.nodes |= other.nodes
         for node, indexes in other.recvs.items():
@@ -278,7 +278,7 @@ class Plan:
         if segment is None:
             return ()
         sends = segment.sends
-        if len(sends) + segment.has_roots == 1:  # as mostly
+        if len(sends) + segment.has_roots == 1:  # the usual case
             return () if sends and sends[0].place > self._count else (source,)
         known, found = self._known.get(segment, (None, []))
         if known is not sends:

@@ -66,8 +66,8 @@ from .timeouts import Limits
 
 log = logging.getLogger("gradwire")
 
-_FOR_EVER = 0.0  # a backward may take its time; a lost worker is noticed
-_PATIENCE = 10.0  # seconds until a release that is not answered is said again
+_FOR_EVER = 0.0  # a backward has no limit; a lost worker is noticed
+_PATIENCE = 10.0  # seconds until an unacknowledged release is retried
 
 
 class Session:
@@ -180,7 +180,7 @@ class Autograd:
         """
         if not are_usual(context_id, roots):
             check_call(context_id, roots)
-            self.contexts.get(context_id)  # PyTorch says first that there is none
+            self.contexts.get(context_id)  # PyTorch's message starts with that
             check_roots(roots)
         context = self.contexts.get(context_id)
         flags = 0
@@ -283,7 +283,7 @@ class Autograd:
         if part is not None:
             part.end(failed)
 
-    # What parts need
+    # The interface for parts
 
     def request(self, to: int, message: Any) -> CallFuture:
         return self._calls.request(to, message, _FOR_EVER)
@@ -297,7 +297,7 @@ class Autograd:
     def ask(self, to: int, message: Any, is_over: Callable[[], bool]) -> Any:
         return self._calls.ask(to, message, _FOR_EVER, is_over)
 
-    # What others say
+    # Messages from others
 
     def _on_pass(self, sender: int, message: PassRequest) -> Any:
         header, load = read_request(message)
@@ -310,7 +310,7 @@ class Autograd:
         if context.is_released:
             error = unknown(context.id)
             return pack_failed(describe(error, self.me, pickles=self.pickles))
-        return None  # whoever leads knows
+        return None  # the leader knows
 
     def _join(self, context: Context, header: Header, asker: int) -> Round | None:
         """Take part in a pass; None if it has ended. With the lock of the context."""
@@ -348,7 +348,7 @@ class Autograd:
             was_known = info.id in context.known
             context.known.discard(info.id)
             began = owner(context.id)
-            if began == info.id:  # nobody else would end it
+            if began == info.id:  # nothing else would end it
                 self.release(context.id)
             elif was_known and began != self.me:
                 orphans.setdefault(began, []).append(context.id)

@@ -19,7 +19,7 @@ from ..locks import CheckedLock
 from ..threads import Executor
 from .contexts import Context
 
-_AGAIN = 0.02  # seconds until a pass that is still not over is ended again
+_AGAIN = 0.02  # seconds until ending a pass is retried
 _NEVER = float("inf")
 
 
@@ -41,7 +41,7 @@ class Limits:
         self._end = end
         self._lock = CheckedLock()
         self._limits: dict[int, _Limit] = {}  # by number of the pass
-        self._alarm = _NEVER  # one for all: most passes are over long before
+        self._alarm = _NEVER  # one for all: most passes end long before
 
     @contextmanager
     def limit(self, context: Context, number: int, seconds: float) -> Iterator[None]:

@@ -105,7 +105,7 @@ class Agent:
     def __repr__(self) -> str:
         return f"<Agent of {self.me.name}: {self.caller.in_flight} calls in flight>"
 
-    # Who is there
+    # Members
 
     def add_member(self, card: Card) -> None:
         """Add a worker to the members of the world."""
@@ -136,7 +136,7 @@ class Agent:
                 reason = "it was gone before this worker came"
                 raise WorkerLostError(str(to), reason) from None
             if newcomer is None or self.members.get(newcomer.id) is None:
-                raise  # nobody, or the directory still lists the one that is gone
+                raise  # there is none, or the directory still lists the lost one
             card = newcomer
         return self._peers[card.id]
 
@@ -284,11 +284,11 @@ class Agent:
                 parcel = None
             else:
                 parcel = self._result(peer, message, value, frame.context)
-        message = value = None  # their memory is free before the response goes
+        message = value = None  # their memory is freed before the response is sent
         if parcel is not None and not self._closed:
             if frame.waits:
                 _settle(frame)
-            respond(parcel)  # if closed, that we have left is the answer
+            respond(parcel)  # if closed, the response is that this worker has left
         if frame.over and self._end_context is not None:  # nobody waits for that
             self._end_context(frame.over, sender)
 
@@ -339,7 +339,7 @@ class Agent:
         parcel.can_wait = type(message) in self._patient
         return parcel
 
-    # Workers that go
+    # Lost and leaving workers
 
     def lost(self, worker: int, reason: str) -> None:
         if self.members.get(worker) is not None:

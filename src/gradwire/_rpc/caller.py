@@ -36,7 +36,7 @@ from .futures import CallFuture, Fate, fresh_copy, settle
 from .interceptors import InterceptedCodec
 from .members import Peer
 
-_MARGIN = 0.05  # seconds before the end of a call when it stops to connect
+_MARGIN = 0.05  # seconds before the deadline of a call when connecting stops
 _FOR_EVER = float("inf")
 _NO_LIMIT = (0, _FOR_EVER)
 
@@ -65,10 +65,10 @@ class Caller:
         self._calls = CallsInFlight()
         self._held = HeldBack(executor, self._start)
         self._readers: dict[int, int] = {}  # by call, the thread that reads for it
-        self._opening: set[int] = set()  # calls whose answer is here, not yet decoded
-        self._exchanging: dict[int, int] = {}  # by call, whom a thread waits for
-        self._exchanges = 0  # ever made
-        self._posted = 0  # users' calls ever posted
+        self._opening: set[int] = set()  # calls whose response has arrived, undecoded
+        self._exchanging: dict[int, int] = {}  # by call, the worker waited for
+        self._exchanges = 0  # so far
+        self._posted = 0  # users' calls posted so far
         self._alarm = _FOR_EVER
         self._closed = False
 
@@ -154,7 +154,7 @@ class Caller:
                 reason = why_not_connected(error)
                 raise self._late(what, peer, seconds, reason) from None
             except WorkerLostError as error:
-                if self._closed:  # it is we who have left
+                if self._closed:  # this worker has left
                     raise ClosedError("this worker was shut down") from error
                 raise
             value = self._open(peer, what, frame)
@@ -164,7 +164,7 @@ class Caller:
                 after(frame, limit, lambda: self._late(what, peer, seconds))
             return value
         finally:
-            del self._exchanging[number]  # atomic, as copying it: it needs no lock
+            del self._exchanging[number]  # atomic, as is copying it: needs no lock
             if parcel.freight:
                 arrived = frame is not None and frame.kind == RESULT
                 account(parcel.freight, arrived=arrived)
@@ -209,7 +209,7 @@ class Caller:
                 raise
             raise type(error)(error.call, error.worker, seconds) from None
         except WorkerLostError as error:
-            if error.worker == held.peer.name:  # and not of a reference in the answer
+            if error.worker == held.peer.name:  # and not of a reference in the response
                 future.set_exception(fresh_copy(error))
             raise
         finally:
@@ -226,7 +226,7 @@ class Caller:
         with self._lock:
             pending = self._calls.answered(frame.call)
             if pending is None:
-                return  # too late, or repeated
+                return  # late, or a duplicate
             self._opening.add(frame.call)
         account(pending.freight, arrived=frame.kind == RESULT)
         future, call = pending.answer, frame.call
@@ -316,7 +316,7 @@ class Caller:
                 self._alarm = deadline
         if sooner:
             self._executor.call_at(deadline, self._expire)
-        if pending.timeout:  # before the alarm, which could not say what was wrong
+        if pending.timeout:  # before the alarm, which could not give the reason
             deadline -= min(_MARGIN, pending.timeout / 10)
         self._send(held.peer, pending.call, held.parcel, deadline)
 
@@ -359,7 +359,7 @@ class Caller:
         finally:
             self._readers.pop(
                 future.call, None
-            )  # a signal handler may have waited, too
+            )  # a signal handler may have waited as well
 
     def _sleep(self, future: CallFuture, deadline: float | None) -> None:
         """Wait without a connection to read from."""

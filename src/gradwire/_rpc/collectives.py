@@ -114,7 +114,7 @@ class Collectives:
         """
         deadline = time.monotonic() + timeout if timeout else None
         before: dict[str, int] = {}
-        rounds: Counter[int] = Counter()  # by collector: each begins anew, for all
+        rounds: Counter[int] = Counter()  # by collector: each starts anew, for all
         while True:
             started = sum(party.started for party in parties)
             self.wait_quiet(parties, deadline, timeout)
@@ -164,7 +164,7 @@ class Collectives:
     def _part_came(self, sender: int, message: Gather) -> Later:
         future: torch.futures.Future[Any] = torch.futures.Future()
         own = sender == self._agent.me.id
-        with self._lock:  # also for who is there: `_worker_gone` comes before or after
+        with self._lock:  # also for the members: `_worker_gone` runs before or after
             expected = {card.id for card in self._agent.members.cards()}
             complete = self._gatherings.part_came(
                 message.key,
@@ -174,10 +174,10 @@ class Collectives:
                 waiter=(own, future),
             )
         if complete is not None:
-            # When this one will be answered too: what follows our own answer may be that we leave.
+            # When this one gets its response as well: it may leave right after its own.
             return Later(future, partial(_answer, complete))
         if own:
-            self._agent.watch_over_all()  # one that died long ago will not say so
+            self._agent.watch_over_all()  # one that died long ago is not reported
         return Later(future)
 
     def _worker_gone(self, worker: WorkerInfo) -> None:
@@ -189,6 +189,6 @@ class Collectives:
 
 def _answer(gathering: Gathering) -> None:
     parts = sorted(gathering.parts.items())
-    # Our own part last: what follows it here may be that we leave.
+    # Its own part last: this worker may leave right after it.
     for _, future in sorted(gathering.waiting, key=lambda waiter: waiter[0]):
         future.set_result(parts)

@@ -47,10 +47,10 @@ class Deferred(Generic[T]):
         self._period = period
         self._due = due
         self._late = late
-        self._clock = clock  # by which the executor's timers go
+        self._clock = clock  # the one of the executor's timers
         self._lock = CheckedLock()
         self._new: list[T] = []
-        self._old: list[T] = []  # that have been there for a while
+        self._old: list[T] = []  # that have waited for a period
         self._is_watched = False
 
     def add(self, item: T) -> None:
@@ -95,8 +95,8 @@ class HeldBack:
         self._deferred: Deferred[tuple[int, int]] = Deferred(
             executor, _HOLD, due=self._is_here, late=self._go_out, clock=clock
         )
-        self._last = 0  # the last request that could be held back
-        self._streak = 0  # requests in a row of which it was worth it
+        self._last = 0  # the last request that could be deferred
+        self._streak = 0  # requests in a row for which it paid off
 
     def hold(self, held: Held) -> None:
         """Defer a request if that pays off, and send the one deferred before it."""

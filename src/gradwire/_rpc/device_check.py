@@ -57,7 +57,7 @@ def _missing(names: Iterable[str]) -> dict[str, str]:
         try:
             torch.empty(0, device=name)
         except (RuntimeError, AssertionError, NotImplementedError) as error:
-            found[name] = str(error).partition(". ")[0]  # torch's goes on for pages
+            found[name] = str(error).partition(". ")[0]  # torch's message is long
     return found
 
 

@@ -20,7 +20,7 @@ from .serial import turns_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_MARK = "_wrapped_async_rpc_function"  # torch's: functions that it has marked work too
+_MARK = "_wrapped_async_rpc_function"  # torch's own, so that its marks work as well
 
 
 def async_execution(func: F) -> F:

@@ -56,7 +56,7 @@ class Future(torch.futures.Future[Any]):
             try:
                 value = inner.value()
             except Exception:  # noqa: BLE001 user code
-                made._set_unwrap_func(lambda _: inner.value())  # the same at every look
+                made._set_unwrap_func(lambda _: inner.value())  # the same each time
                 value = None
             made.set_result(value)
 
@@ -84,7 +84,7 @@ class CallFuture(Future):
         self.to = to
         self.deadline = deadline
         self.fate = fate
-        self.keep: Any = None  # what must live until the answer is there
+        self.keep: Any = None  # what must live until the response arrives
         self._attend = attend
         self._result: Any = _NONE_YET
 
@@ -99,7 +99,7 @@ class CallFuture(Future):
         self.fate.seen = True
         if (
             self._result is not _NONE_YET
-        ):  # torch's way lets go of the GIL: that can take long
+        ):  # torch's way releases the GIL: that can take long
             return _taken(self._result)
         if not self.done():
             deadline = None if timeout is None else time.monotonic() + timeout
@@ -152,7 +152,7 @@ class CallFuture(Future):
             raise fresh_copy(result)
 
         self._set_unwrap_func(look)
-        super().set_result(fate.error)  # all that TorchScript sees
+        super().set_result(fate.error)  # the only part that TorchScript sees
 
     def __await__(self) -> Generator[Any, None, Any]:
         self.fate.seen = True
@@ -194,7 +194,7 @@ def keepable(error: BaseException) -> Failed:
     """An exception to store: with its traceback as text, as frames keep local variables alive."""
     trace = text_of(error)
     twin = fresh_copy(error).with_traceback(None)
-    # They have frames too; the text has it all.
+    # They have frames as well; the text has everything.
     twin.__cause__ = twin.__context__ = None
     return Failed(twin, trace)
 
@@ -232,7 +232,7 @@ def fresh_copy(error: E) -> E:
 def _with_variables(callback: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Wrap a callback to run with the context variables of where it was registered."""
     if not callable(callback):
-        return callback  # torch says what is wrong with it
+        return callback  # torch reports what is wrong with it
     variables = contextvars.copy_context()
 
     def call(future: Any) -> Any:
@@ -260,7 +260,7 @@ async def _awaited(future: CallFuture) -> Any:
         try:
             loop.call_soon_threadsafe(done.set)
         except RuntimeError:
-            pass  # the loop was closed: nobody awaits any more
+            pass  # the loop was closed: nothing awaits it any more
 
     future.add_done_callback(wake)
     await done.wait()

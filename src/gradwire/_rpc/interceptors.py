@@ -177,7 +177,7 @@ class InterceptedCodec:
     def message(self, message: Any, manner: Manner) -> Parcel:
         """Encode a message of an upper layer."""
         context = None
-        # Without gradients, what is asked for is sent without them, too.
+        # In no-grad mode, the response is sent without gradients as well.
         if type(message) in self._in_context and is_grad_enabled():
             context = None if self._recorder is None else self._recorder.current()
         encoded = self._codec.message(message, manner, is_traced=context is not None)

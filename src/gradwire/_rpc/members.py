@@ -92,7 +92,7 @@ class Members:
 
 
 _NUMBER_BITS = 40
-_MOST_GAPS = 1 << 16  # requests that may overtake one of the same caller
+_MOST_GAPS = 1 << 16  # by how much requests of one caller may be reordered
 
 
 @dataclass(slots=True)
@@ -123,7 +123,7 @@ class Seen:
             kept = sorted(self._above)
             kept = kept[len(kept) // 16 :]
             self._above = set(kept)
-            self._below = kept[0] - 1  # what never came will not come any more
+            self._below = kept[0] - 1  # what has not arrived never will
         self._below += 1
         while self._below in self._above:
             self._above.remove(self._below)

@@ -57,10 +57,10 @@ class Adoption:
             if answer.value():
                 self.succeeded()
         except CallTimeout:
-            self._answer = None  # it may be lost: ask again
+            self._answer = None  # it may be lost: retry
             begin_all([self])
         except GradwireError:
-            pass  # who uses the reference is told
+            pass  # the user of the reference gets the error
 
     def succeeded(self) -> None:
         """The owner has registered the fork."""
@@ -119,4 +119,4 @@ def begin_all(adoptions: list[Adoption]) -> None:
         try:
             adoption.begin()
         except GradwireError:
-            pass  # the owner is gone, or we are: who uses the reference is told
+            pass  # the owner is gone, or we are: the user of the reference gets the error

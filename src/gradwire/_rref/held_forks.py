@@ -76,7 +76,7 @@ class Fork:
         Raises:
             Exception: why there will be no value.
         """
-        creation = self.creation  # another thread may be here too
+        creation = self.creation  # another thread may be here as well
         if creation is not None:
             if not creation.done():
                 return False
@@ -107,7 +107,7 @@ class Fork:
             return f"failed: {type(error).__name__}"
 
 
-PATIENCE = 10.0  # seconds before the receiver of a reply is asked what became of it
+PATIENCE = 10.0  # seconds before the receiver of a response is asked about it
 
 
 class HeldForks:
@@ -128,7 +128,7 @@ class HeldForks:
         self._ledger = UserLedger(me)
         self._outbox = Outbox()
         self._doubts: dict[int, float] = {}  # by token: when to ask
-        self._expected: set[int] = set()  # tokens of what may still come, we were told
+        self._expected: set[int] = set()  # tokens of what may still arrive
         self._gone: set[int] = set()
 
     def __repr__(self) -> str:

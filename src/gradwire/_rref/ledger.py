@@ -226,7 +226,7 @@ class UserLedger:
         if key in self._held:
             return True if self._held[key].is_counted else None
         if number_of(token) in self._came[asker] or {asker, key[0]} & self._gone:
-            return False  # it is no more, or is refused
+            return False  # it is gone, or is refused
         if self._asked.setdefault((asker, token), underway) & underway:
             return None
         self.child_came(asker, token)  # so that it is refused
@@ -236,7 +236,7 @@ class UserLedger:
         """The forks to release: references in transit to a lost worker, and their parents."""
         self._gone.add(worker)
         self._held = {k: h for k, h in self._held.items() if k[0] != worker}
-        self._asked.clear()  # who still wants to know asks again
+        self._asked.clear()  # a worker that still wants to know asks again
         over: list[Holding] = []
         for token, transit in self.transits().items():
             if worker in (transit.to, transit.child.owner):

@@ -17,9 +17,9 @@ from ..locks import CheckedLock
 from .held_forks import HeldForks
 from .messages import Notes, Recall
 
-_GATHER = 0.03  # seconds that notes may wait for others
-_RETRY = 2.0  # seconds without an answer before it is said again
-_LOOK = 0.25  # seconds between looks at what is unanswered
+_GATHER = 0.03  # seconds for which notes are batched
+_RETRY = 2.0  # seconds without a response before a retry
+_LOOK = 0.25  # seconds between checks for unacknowledged notes
 
 
 class Notifier:
@@ -31,7 +31,7 @@ class Notifier:
         held_forks: HeldForks,
         host: Callable[[Callable[[], object]], None],
     ) -> None:
-        self.said = 0  # notes ever sent
+        self.said = 0  # notes sent so far
         self._agent = agent
         self._held_forks = held_forks
         self._host = host
@@ -77,7 +77,7 @@ class Notifier:
     def _run(self) -> None:
         while not self._stop.wait(
             _GATHER
-        ):  # each time it wakes disturbs those that poll
+        ):  # each wake-up disturbs the threads that poll
             if self._queue.empty():
                 self._sleep()
             else:
@@ -116,7 +116,7 @@ class Notifier:
         try:
             return self._agent.request(worker, message, _RETRY)
         except GradwireError:
-            return None  # it is gone, or we are: then there is nothing to say
+            return None  # it is gone, or we are: then nothing is left to send
 
     def _look_at_answers(self) -> None:
         notes, self._notes = self._notes, []

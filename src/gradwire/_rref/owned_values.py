@@ -82,8 +82,8 @@ class OwnedValue:
             kind = type(error).__qualname__
             cause = RemoteError(self.owner.name, kind, str(error), trace)
             if not isinstance(error, Exception):
-                raise cause  # what ended the function would end this thread too
-            # Where there is no copy: without the lines it went through the last time.
+                raise cause  # the same exception would end this thread as well
+            # If it was not copied: without the frames of the last time.
             raise fresh_copy(error).with_traceback(None) from cause
         if streams.in_use:
             streams.take(self._result)
@@ -220,7 +220,7 @@ class OwnedValues:
         """Register a fork that another holder made; whether it counts."""
         with self._lock:
             if self._ledger.was_given(number, fork, holder):
-                return True  # asked twice
+                return True  # requested twice
             if not self._ledger.can_pass_on(number, maker_of(fork)):
                 return False
             try:
@@ -240,7 +240,7 @@ class OwnedValues:
             forks = [(v, f) for v, f in forks if by is None or may(v, f, by)]
             over = [v for v, fork in forks if self._ledger.fork_released(v, fork)]
             dropped = [self._kept.pop(value, None) for value in over]
-        del dropped  # not under the lock: a value's end may be the user's code
+        del dropped  # not under the lock: a finalizer may be user code
 
     def creation_failed(self, number: int, why: str) -> None:
         """The call that creates a value will not arrive, unless it already has."""
@@ -269,7 +269,7 @@ class OwnedValues:
             values = self._values()
             self._kept, self._awaited = {}, {}
         for owned in values.values():
-            if not owned.is_ready:  # someone may wait for it
+            if not owned.is_ready:  # a thread may be waiting for it
                 owned.fail(ClosedError("this worker was shut down"))
         del values
 

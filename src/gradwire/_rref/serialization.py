@@ -22,7 +22,7 @@ from .messages import ADOPT, Adopt, spell
 from .owned_values import OwnedValue, OwnedValues
 from .reference import Core, RRef
 
-_RETRY = 2.0  # seconds without an answer before the owner is asked again
+_RETRY = 2.0  # seconds without a response before a retry
 
 
 class ReferenceCarrier:

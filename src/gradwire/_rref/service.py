@@ -74,8 +74,8 @@ class References:
         self._runner = runner
         self._timeout = timeout
         self._kind = kind
-        self._leaked: dict[Holding, str] = {}  # what is held when all is quiet
-        self.lent: list[dict[str, Any]] = []  # and what others hold then
+        self._leaked: dict[Holding, str] = {}  # what is held at quiescence
+        self.lent: list[dict[str, Any]] = []  # and what others hold at that time
         agent.handle(CREATE, Create, self._create, in_haste=False, in_context=True)
         agent.handle(CREATE_NOW, CreateNow, self._create_now, in_context=True)
         agent.handle(INVOKE, Invoke, self._invoked, in_context=True)
@@ -94,7 +94,7 @@ class References:
     def __repr__(self) -> str:
         return f"<References of {self.me.name}: {self.owned_values!r}, {self.held_forks!r}>"
 
-    # What users do
+    # Users' operations
 
     def own(self, value: Any) -> OwnedValue:
         """Register a value of this worker.
@@ -137,16 +137,16 @@ class References:
             try:
                 return caller.ask_held(held, CREATE_NOW, timeout)
             except Exception as error:
-                if not isinstance(error, CallTimeout):  # then it has been told
+                if not isinstance(error, CallTimeout):  # then the owner has been told
                     self._creation_failed(core.holding, error)
                 raise
-        # Not on a leased connection: it would overtake the call that makes the value.
+        # Not on a leased connection: it would overtake the call that creates the value.
         message = Fetch(core.id, core.holding.fork, part)
         try:
             seconds = self._until_made(creation, timeout)
             return self._agent.request(core.owner.id, message, seconds).wait()
         except GradwireError:
-            _ = core.is_confirmed  # if it was never made, raises why
+            _ = core.is_confirmed  # if it was never created, raises why
             raise
 
     def _until_made(self, creation: CallFuture | None, timeout: float | None) -> float:
@@ -163,7 +163,7 @@ class References:
         """The future of the value, or of its type."""
         if isinstance(core, OwnedValue):
             return self._fetch_here(core, timeout, part)
-        _ = core.is_confirmed  # if its making has failed, raises why
+        _ = core.is_confirmed  # if its creation has failed, raises why
         message = Fetch(core.id, core.holding.fork, part, not core.is_registered)
         return _keeping(core, self._agent.request(core.owner.id, message, timeout))
 
@@ -171,7 +171,7 @@ class References:
         self, owned: OwnedValue, timeout: float | None, part: str
     ) -> CallFuture:
         future = self._agent.caller.local_future(Fetch, self.me.name)
-        completes = threading.Lock()  # taken, for ever, by who completes it
+        completes = threading.Lock()  # acquired by the thread that completes it
 
         def end(look: Callable[[], Any]) -> None:
             if completes.acquire(blocking=False):
@@ -193,7 +193,7 @@ class References:
             return caller.call_sync(to, call, timeout, **more)
         future = caller.call_async(
             to, call, timeout
-        )  # on a leased connection it would overtake its making
+        )  # on a leased connection it would overtake its creation
         return wait_after(more.get("meanwhile"), future)
 
     def invoke_async(
@@ -241,7 +241,7 @@ class References:
         """Start creating a value; returns a reference. Arguments are kept alive meanwhile."""
         of = core.holding if isinstance(core, Fork) else core
         failed = partial(self._creation_failed, of)
-        # Likely the next thing is to ask for the value: let them go together.
+        # The value is likely to be requested next: send both together.
         make = partial(Creation, failed, self._kind.explain)
         creation = self._agent.caller.call_soon(peer, create, timeout, make)
         if isinstance(core, Fork):
@@ -249,7 +249,7 @@ class References:
         _keeping(keep, creation)
         return self._kind.over(core, self)
 
-    # What others ask
+    # Requests from others
 
     def _create(self, sender: int, message: Create) -> Later | None:
         owned = self._make(sender, message)
@@ -338,7 +338,7 @@ class References:
         self.owned_values.worker_gone(worker)
         self.held_forks.worker_gone(worker.id)
 
-    # The end
+    # Shutdown
 
     @property
     def unconfirmed(self) -> int:
@@ -362,7 +362,7 @@ class References:
                 try:
                     answer.wait(left)
                 except (GradwireError, TimeoutError):
-                    pass  # the next round sees to it
+                    pass  # the next round retries
             if not unanswered and self.held_forks.is_quiet:
                 self._note_leaks()
                 return True
@@ -387,9 +387,11 @@ class References:
         """Log the references that are still held at the end of the world."""
         if self._leaked:
             log.warning(
-                "worker %r still holds %d references at shutdown: %s",
+                "worker %r still holds %s at shutdown: %s",
                 self.me.name,
-                len(self._leaked),
+                f"{count} references"
+                if (count := len(self._leaked)) > 1
+                else "a reference",
                 describe_held(self._leaked, self._agent.members.name),
             )
 

@@ -175,9 +175,7 @@ class _Stranger:
                 check_user(self._raw)
             elif credentials.needs_tls(self._raw):
                 self._awaits_tls = True
-                self._acceptor.poller.watch(
-                    self
-                )  # nothing is spent on who says nothing
+                self._acceptor.poller.watch(self)  # nothing is spent on silent peers
                 return
         except OSError as error:
             self._acceptor.refuse(self, error)

@@ -54,9 +54,9 @@ from .send_queue import SendQueue
 log = logging.getLogger("gradwire")
 
 _RESPONSES = (RESULT, FAILURE)
-_QUIET = 0.5  # seconds without a request before a serving thread is given back
-_HOLD = 0.002  # seconds small frames may wait for others, and responses for a reader
-_MANY = 16  # requests in flight from which on small frames wait for others
+_QUIET = 0.5  # seconds without a request before a serving thread is released
+_HOLD = 0.002  # seconds to batch small frames, and to wait for a reader of responses
+_MANY = 16  # requests in flight from which on small frames are batched
 _MOST_IN_PASSING = 64  # responses that a waiter delivers beside its own
 
 Ended = Callable[["Connection", "BaseException | None"], None]
@@ -84,7 +84,7 @@ class Connection:
         self._lock = CheckedLock()
         self._users = 0
         self.has_ended = False
-        self.is_owed = False  # a lease's request was sent, its response has not come
+        self.is_owed = False  # a lease's request was sent, its response has not arrived
         self.queue = SendQueue(framed, endpoint.executor.waiting)
         self._timer: int | None = None  # while it runs: `_answered` when it was started
         self._role: ReaderRole[Frame, Bell] = ReaderRole(framed.reader.frames)
@@ -128,7 +128,7 @@ class Connection:
             self.queue.write(call, parcel)
         elif not self.queue.put(parcel.header(call) + parcel.body, more=more):
             self._start_timer()
-        if self.has_ended:  # so late that the end has not seen it
+        if self.has_ended:  # too late for `end` to see it
             raise ConnectionResetError("connection closed")
 
     def note(self, kind: int) -> None:
@@ -137,7 +137,7 @@ class Connection:
             if not self.queue.note(note(kind)):
                 self._start_timer()
         except OSError:
-            pass  # whoever reads will notice
+            pass  # the reader will notice
 
     def _start_timer(self) -> None:
         """Make sure that deferred frames are sent soon, and that a thread reads."""
@@ -149,7 +149,7 @@ class Connection:
         answered, self._timer = self._timer, None
         self.queue.try_flush()
         if self._role.unopened and self._answered == answered:
-            # A user's callback keeps who was to deliver them.
+            # A user's callback blocks the thread that was to deliver them.
             for _ in range(len(self._role.unopened)):
                 self._endpoint.executor.submit(self._deliver_next)
         elif self._role.unopened:
@@ -178,7 +178,7 @@ class Connection:
             frame = self._next_frame(deadline, is_over)
             if frame.kind not in _RESPONSES:
                 raise ProtocolError(f"{frame!r} where a response is expected")
-            if frame.call == call:  # else it has come twice
+            if frame.call == call:  # otherwise a duplicate
                 self.is_owed = False
                 return frame
 
@@ -224,7 +224,7 @@ class Connection:
         self._posted += 1
         is_burst = self._posted - self._answered > _MANY
         if is_burst and self._timer is None:
-            # To read responses one by one as they come would slow it down.
+            # Reading responses one by one as they arrive would slow it down.
             with self._lock:
                 if not self.has_ended:
                     self._endpoint.poller.pause(self)
@@ -247,7 +247,7 @@ class Connection:
                 until = check_wait(deadline, is_over)
                 if not self.has_ended:
                     self.attend(call, exchange, until)
-                else:  # its end completes or fails what waits
+                else:  # `end` completes or fails what waits
                     bell = Bell()
                     exchange.on_done(bell.ring)
                     bell.wait_until(until)
@@ -274,15 +274,15 @@ class Connection:
                     if step is Step.READ:
                         self._reader = get_ident()
                 if step is Step.DELIVER:
-                    self._start_timer()  # a user's callback may keep this thread
+                    self._start_timer()  # a user's callback may block this thread
                     self._deliver_next()
                 elif step is Step.READ:
                     self._read(deadline, answer)
                 elif self._reader == get_ident():
-                    check_may_read()  # a signal handler may, for who it interrupted
+                    check_may_read()  # a signal handler may, for the thread that it interrupted
                     self._read_now(deadline)
                 elif not is_bell_known:
-                    is_bell_known = True  # look once more, then sleep
+                    is_bell_known = True  # check once more, then sleep
                     answer.on_done(bell.ring)
                 else:
                     if role.in_delivery[call]:
@@ -293,7 +293,7 @@ class Connection:
                     return
             for _ in range(min(len(role.unopened), _MOST_IN_PASSING)):
                 self._start_timer()
-                self._deliver_next()  # likely what this thread asks for next
+                self._deliver_next()  # likely what this thread waits for next
         finally:
             self._leave(call)
 
@@ -302,7 +302,7 @@ class Connection:
             next_reader = self._role.leave(call)
         is_more_due = self._role.unopened or self._posted > self._answered
         if next_reader is None and is_more_due:
-            self._start_timer()  # who left will soon wait for the next
+            self._start_timer()  # the thread that left will soon wait for its next response
         else:
             self._hand_over(next_reader)
         self.stop_using()
@@ -331,7 +331,7 @@ class Connection:
     def _read_now(self, deadline: float | None) -> None:
         try:
             has_come = self.framed.read(deadline, self._endpoint.busy_poll)
-            if has_come:  # else it is still silent, however often we look
+            if has_come:  # otherwise it is still silent, however often it is polled
                 self._take_notes()
         except TimeoutError:
             pass
@@ -397,7 +397,7 @@ class Connection:
     def _read_ready(self) -> None:
         with self._lock:
             if not self._role.take():
-                return  # a waiter reads; it will have us watched again
+                return  # a waiter reads; it will make the poller watch again
             self._reader = get_ident()
         try:
             self.framed.pull()
@@ -460,7 +460,7 @@ class Connection:
             try:
                 kind = notes.popleft()
             except IndexError:
-                return  # another thread was quicker
+                return  # another thread was first
             if kind == PING:
                 self.note(PONG)
 
@@ -472,7 +472,7 @@ class Connection:
             self.has_ended = True
             self._users += 1
         if isinstance(why, ProtocolError):
-            self.heard_at = time.monotonic()  # something came, if only nonsense
+            self.heard_at = time.monotonic()  # a sign of life, even if malformed
             log.warning("closed a connection with worker %d: %s", self.peer, why)
         self._endpoint.poller.drop(self)
         self.framed.hang_up()
@@ -481,7 +481,7 @@ class Connection:
     def _fail_rest(self, why: BaseException | None) -> None:
         """Fail what still waits, once the arrived responses are delivered. Runs once."""
         if self._role.unopened and not self._is_leased:
-            # A user's callback may keep this thread: then another goes on.
+            # A user's callback may block this thread: then another continues.
             another = partial(self._fail_rest, why)
             self._endpoint.executor.call_at(time.monotonic() + _HOLD, another)
             while self._role.unopened:

@@ -117,7 +117,7 @@ class Connections:
             self._leased.discard(connection)
 
     def _shared_ended(self, connection: Connection, why: BaseException | None) -> None:
-        if why is not None and not connection.said_goodbye:  # else one of us has left
+        if why is not None and not connection.said_goodbye:  # else one has left
             self._reason = describe_end(why)
         self._end()
 
@@ -152,7 +152,7 @@ class OutgoingConnections(Connections):
         super().__init__(endpoint, to.id, ended)
         self._to = to
         self._dialer = dialer
-        self._idle: list[Connection] = []  # who takes one out of it uses it
+        self._idle: list[Connection] = []  # a thread that takes one out of it uses it
         self._opening = 0
         first = dialer.open_first(deadline)
         self.is_remote = not dialer.by_unix
@@ -224,7 +224,7 @@ class OutgoingConnections(Connections):
                 self._abandon(connection)
                 raise
             else:
-                if connection.has_ended:  # so late that its end has not seen it
+                if connection.has_ended:  # too late for its end to see it
                     self._close_idle(connection)
                 return frame
 
@@ -252,7 +252,7 @@ class OutgoingConnections(Connections):
             self._opening += 1
         try:
             return self._open(deadline)
-        except NotConnected as error:  # for a passing reason
+        except NotConnected as error:  # for a transient reason
             if deadline is not None and time.monotonic() >= deadline:
                 raise
             log.debug("no other connection to %s: %s", self._to.name, error)
@@ -334,7 +334,7 @@ class IncomingConnections(Connections):
     def _lease_ended(self, connection: Connection, why: BaseException | None) -> None:
         super()._lease_ended(connection, why)
         if self.shared is None and not self._leased and self._side is None:
-            self._end()  # of one who did not begin with the shared one, as ours do
+            self._end()  # from a peer that did not start with the shared one, as Gradwire does
 
     def accept(self, purpose: Purpose, sock: Stream) -> None:
         """Add an authenticated connection.

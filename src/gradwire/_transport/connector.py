@@ -128,7 +128,7 @@ class Dialer:
         """Try until it works, or fails for good (OSError)."""
         began = heard_at = time.monotonic()
         pause = _FIRST_PAUSE
-        reason: OSError | None = None  # what was last heard, unless nothing ever was
+        reason: OSError | None = None  # the last sign of life, unless there was none
         while True:
             try:
                 return self._open(purpose, self._limit(heard_at, deadline))
@@ -247,7 +247,7 @@ class Dialer:
         try:
             with self._connect(limit) as sock:
                 self._proof(sock, Purpose.SHARED, limit)
-        except (ConnectionRefusedError, ProtocolError):  # or another is there now
+        except (ConnectionRefusedError, ProtocolError):  # or another process
             return False
         except OSError:
             return None

@@ -92,7 +92,7 @@ class Credentials:
         )
         context.verify_mode = ssl.CERT_REQUIRED
         if accepts:
-            context.num_tickets = 0  # each connection is verified anew
+            context.num_tickets = 0  # each connection is verified separately
         self._load(context)
         return context
 
@@ -110,7 +110,7 @@ class Credentials:
         issued = [_issue(key, self._name) for key in self.keys()]
         context.load_verify_locations(cadata="".join(root for root, _ in issued))
         chain = issued[0][1]
-        # OpenSSL takes certificates and keys from files only. This one is for us alone.
+        # OpenSSL reads certificates and keys only from files. This one is private.
         file, path = tempfile.mkstemp(prefix="gradwire-")
         try:
             with open(file, "wb") as out:

@@ -220,7 +220,7 @@ class FaultyTransport(WrappedTransport):
             try:
                 send()
             except WorkerLostError:
-                pass  # whoever waits for a response was told
+                pass  # the waiter for the response was told
 
         self._executor.call_at(time.monotonic() + seconds, late)
 

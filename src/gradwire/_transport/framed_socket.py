@@ -101,7 +101,7 @@ class FrameReader:
             deque()
         )  # of the long frame, still to be filled
         self._charge: Charge | None = None  # for the long frame
-        self._unwanted = 0  # bytes to come of a long frame that is refused
+        self._unwanted = 0  # remaining bytes of a long frame that is refused
 
     def pull(self) -> None:
         """Read what has arrived, once; complete frames are added to `frames`.
@@ -144,7 +144,7 @@ class FrameReader:
     def to_deliver(self) -> int:
         """How often someone has to deliver a frame, now that some have come."""
         came, self.came = self.came, 0
-        # Of requests none is delivered but so; there may be many that wait for a thread.
+        # Requests are delivered only in this way; many may be waiting for a thread.
         return len(self.frames) if self.quota is None else came
 
     def _take(self, data: bytes, at: int) -> int:
@@ -155,7 +155,7 @@ class FrameReader:
             raise refusal(header, self._most_body, self._most_bulk)
         start = at + _HEADER
         end = start + length
-        if end <= len(data) and not (bulk or segment or kind in NOTES):  # as most are
+        if end <= len(data) and not (bulk or segment or kind in NOTES):  # usually
             frame = Frame(kind, encoding, call, data[start:end])
             if scope or over:
                 frame.scope, frame.mark, frame.over = scope, mark, over
@@ -304,7 +304,7 @@ class FramedSocket:
         self._pool: SegmentPool | None = None
         self._devices: DevicePool | None = None
         self._waiting = waiting
-        self._last_wait = 0.0  # how long the last wait for something to come took
+        self._last_wait = 0.0  # how long the last wait for data took
 
     def share_memory(self, shared: SharedMemory) -> None:
         self._pool, self.reader.segments = shared.pool, shared.segments
@@ -336,7 +336,7 @@ class FramedSocket:
             try:
                 return poll_until(self.sock, select.POLLIN, moment)
             except TimeoutError:
-                check_none_held()  # it may be for ever
+                check_none_held()  # it may be without a limit
         return poll_until(self.sock, select.POLLIN, deadline)
 
     def pull(self) -> bool:
@@ -391,7 +391,7 @@ class FramedSocket:
         if segment is None:
             self._write_buffers(_in_stream(call, parcel, word), deadline)
             return
-        parcel.bulk = ()  # lets go of its memory before the other side goes on
+        parcel.bulk = ()  # frees its memory before the other side continues
         self._traffic.sent += parcel.bulk_length
         try:
             header = parcel.header(call, word | segment.id)
@@ -475,7 +475,7 @@ def poll_until(sock: Stream, event: int, deadline: float | None) -> bool:
     """
     left = None if deadline is None else max(0.0, deadline - time.monotonic())
     if threading.current_thread() is threading.main_thread():
-        # A Ctrl-C that comes just before the sleep does not end it: look now and then.
+        # A Ctrl-C just before the sleep does not end it: wake up now and then.
         left = NAP if left is None else min(left, NAP)
     poll = select.poll()  # a new one: signal handlers may be here at the same time
     poll.register(sock, event)

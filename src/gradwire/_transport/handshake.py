@@ -24,7 +24,7 @@ from ..errors import AuthenticationError, ProtocolError
 
 VERSION = 14
 MAGIC = b"GRADWIRE"
-_TLS = b"\x16\x03"  # what begins a connection with TLS
+_TLS = b"\x16\x03"  # the first bytes of a TLS connection
 _HELLO = struct.Struct("<8sHHIqQQ32s")
 _HEAD = struct.Struct("<8sHHI32s")  # of the challenge; its MAC follows
 HELLO_SIZE = _HELLO.size

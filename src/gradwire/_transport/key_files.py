@@ -101,7 +101,7 @@ def own() -> bytes:
         new = folder / secrets.token_hex(8)
         create(new)
         try:
-            os.link(new, path)  # atomic: whoever is first has made it, whole
+            os.link(new, path)  # atomic: the first to create it has written all of it
         except FileExistsError:
             pass
         finally:

@@ -12,9 +12,9 @@ from .poller import Poller
 
 log = logging.getLogger("gradwire")
 
-_BATCH = 32  # taken in at a time: those before them are to be heard, too
+_BATCH = 32  # accepted at a time, so that existing connections are not starved
 _LOG_INTERVAL = 10.0
-_TRY_AGAIN = 0.1  # seconds after which to accept again, when the system would not
+_TRY_AGAIN = 0.1  # seconds until accepting is retried after a failure
 
 
 class Listener:

@@ -160,7 +160,7 @@ class Poller:
                 self._last_wait = time.perf_counter() - began
         try:
             self._tell(fds)
-        finally:  # whatever happens to one connection, the others are watched
+        finally:  # an error in one connection does not affect the others
             if not self._closing.is_set():
                 self._executor.submit(self._turn)
 

@@ -83,7 +83,7 @@ class Charge:
         quota.bytes += size
 
     def __del__(self) -> None:
-        self.give_back()  # of what was never answered: repeated, or cut short
+        self.give_back()  # of requests without a response: duplicated, or cut off
 
     def give_back(self) -> None:
         quota, self._quota = self._quota, None

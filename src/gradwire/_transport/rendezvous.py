@@ -49,9 +49,9 @@ log = logging.getLogger("gradwire")
 
 _ELASTIC = "elastic"
 _STEP = 0.05
-_LOOKS = 3000  # into the store in a second, of all workers that wait together
-_FEW = 16  # ranks that a message names
-_PROBE = 2.0  # seconds to find out whether someone answers
+_LOOKS = 3000  # lookups in the store per second, of all waiting workers together
+_FEW = 16  # ranks listed in a message
+_PROBE = 2.0  # seconds to find out whether a worker answers
 _LONGEST_PAUSE = 1.0
 _FAREWELL = (
     2.0  # seconds that the host of the store gives others to read why all failed
@@ -125,7 +125,7 @@ class Meeting:
         self._deadline = time.monotonic() + options.join_timeout
         self._whole: Store | None = (
             place.store
-        )  # what is written in Python lives no longer
+        )  # a store written in Python needs this reference
         self._world: Store | None = PrefixStore(
             f"gradwire/{options.world}", place.store
         )
@@ -243,7 +243,7 @@ class Meeting:
                 return True
             parts = {self._part_of(name) for name in self._names()}
             return Part.FINISHED in parts and Part.WORKS not in parts
-        return True  # the store is gone, and nobody can come any more
+        return True  # the store is gone, and nobody can join any more
 
     def leave(self, number: int) -> None:
         """Record that a worker is gone, which frees its name; if it is this one, free the store."""

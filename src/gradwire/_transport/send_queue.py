@@ -17,9 +17,9 @@ from ..locks import CheckedLock
 from .framed_socket import FramedSocket, Waiting
 from .quota import Charge
 
-_MOST_HELD = 16  # frames that wait for others
+_MOST_HELD = 16  # frames in a batch
 _MOST_WAITING = 1024  # frames that may wait for another thread's write
-_LARGE = 65536  # bytes of a response that is not held back for others
+_LARGE = 65536  # bytes of a response above which it is not deferred
 _FAREWELL = 1.0  # seconds to wait for a socket that is full
 
 
@@ -92,7 +92,7 @@ class SendQueue:
             waiting, sent = self._take_unsent(), 0
             try:
                 sent = self._framed.write_now(waiting)
-            finally:  # a signal handler cannot write, where its thread reads
+            finally:  # a signal handler cannot write while its thread reads
                 if sent < len(waiting):
                     self._unsent.appendleft(waiting[sent:])
         finally:
@@ -106,7 +106,7 @@ class SendQueue:
             OSError: the connection is over.
         """
         while self._unsent or self._responses:
-            if len(self._unsent) > _MOST_WAITING:  # do not outrun who writes
+            if len(self._unsent) > _MOST_WAITING:  # do not outpace the writer
                 with self._waiting():
                     self.lock.acquire()
             elif not self.lock.acquire(blocking=False):
@@ -140,7 +140,7 @@ class SendQueue:
             data = self._take_unsent()
             try:
                 self._framed.write_bytes(data)
-            except GradwireError:  # a signal handler cannot, where its thread reads
+            except GradwireError:  # a signal handler cannot while its thread reads
                 self._unsent.appendleft(data)
                 raise
         if self._responses:

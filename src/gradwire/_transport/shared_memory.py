@@ -34,7 +34,7 @@ START = 4096
 _SMALLEST = 64 << 10
 _MOST = 2 << 30  # bytes of segments a sender keeps for one receiver
 _NOTICE = struct.Struct("<QQ")
-_WAIT = 10.0  # a descriptor is sent before the frame that needs it: this is generous
+_WAIT = 10.0  # a descriptor is sent before the frame that needs it, so this is ample
 
 
 @functools.cache
@@ -326,7 +326,7 @@ class Recycler:
             try:
                 memory.madvise(mmap.MADV_HUGEPAGE)
             except OSError:
-                pass  # a kernel without huge pages: slower, not wrong
+                pass  # a kernel without huge pages: merely slower
         return memory
 
 

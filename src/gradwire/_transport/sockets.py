@@ -172,7 +172,7 @@ class SocketTransport:
         try:
             self._connect(to, None)
         except GradwireError as error:
-            log.debug("worker %r: %s", to.name, error)  # if it is lost, that was told
+            log.debug("worker %r: %s", to.name, error)  # a loss has been reported
 
     def forget(self, worker: int) -> None:
         with self._lock:
@@ -279,7 +279,7 @@ class SocketTransport:
                 self._leaving.add(link.peer)
             leaves = link.peer in self._leaving
             if leaves and any(other.peer == link.peer for other in self._links()):
-                return  # answers may still come by the other link, which will end too
+                return  # responses may still arrive by the other link, which will end as well
         if self._closed:
             return
         if leaves:
@@ -366,7 +366,7 @@ class SocketTransport:
             if not beat or shared is None:
                 continue
             if slept:
-                shared.heard_at = now  # it was us who could not hear
+                shared.heard_at = now  # this process was the one that did not run
             silence = now - shared.alive_at
             if silence > beat:
                 text = describe_silence(silence, is_remote=link.is_remote)

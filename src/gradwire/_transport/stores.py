@@ -34,7 +34,7 @@ from .wait_report import WaitReport, wait_for_listener
 _STEP = 0.05
 _REOPEN = 3.0  # seconds for an old store at the same port to go away
 _BACKLOG = 4096
-_SILENCE = 30.0  # seconds without an answer after which a store is lost
+_SILENCE = 30.0  # seconds without a response after which a store counts as lost
 
 
 @dataclass(slots=True)

@@ -20,9 +20,9 @@ from ..locks import CheckedLock
 from .framed_socket import FrameReader
 from .handshake import MAGIC, TlsDiffersError
 
-_SENT = 112 << 10  # bytes encrypted at a time: larger pieces are new memory for each
-_RECEIVED = 256 << 10  # bytes taken in at a time
-_RECORD = 16 << 10  # the largest piece that TLS knows
+_SENT = 112 << 10  # bytes encrypted at a time: larger pieces would each allocate
+_RECEIVED = 256 << 10  # bytes read at a time
+_RECORD = 16 << 10  # the largest TLS record
 
 _MOST = 64 << 10  # of a handshake
 
@@ -39,12 +39,12 @@ class TlsSocket:
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         is_server = context.protocol == ssl.PROTOCOL_TLS_SERVER
         self._tls = context.wrap_bio(self._in, self._out, server_side=is_server)
-        self._lock = CheckedLock()  # OpenSSL does one thing at a time
+        self._lock = CheckedLock()  # OpenSSL's objects are not thread-safe
         self._sending = CheckedLock()
         self._shaken = False
         self._heard = 0
         self._is_over = False
-        self._received = _NOWHERE  # where encrypted bytes come; strangers have none
+        self._received = _NOWHERE  # for encrypted bytes; strangers have none
         self._chunks: deque[bytes] = deque()
         self._unsent = memoryview(b"")
         self._taken = 0  # bytes of the caller's that are in `_unsent`
@@ -131,7 +131,7 @@ class TlsSocket:
             ProtocolError: it was altered on the way.
         """
         self.handshake()
-        count = self._decrypt(buffer)  # what came with the end of the handshake
+        count = self._decrypt(buffer)  # data that arrived with the end of the handshake
         while not (count or self._chunks or self._is_over):
             received = self._sock.recv_into(self._received)
             self._is_over = not received
@@ -201,7 +201,7 @@ class TlsSocket:
         if data:
             self._sock.sendall(data)
 
-    # As the socket in it
+    # As the underlying socket
 
     def fileno(self) -> int:
         return self._sock.fileno()

@@ -11,7 +11,7 @@ from ..errors import GradwireError
 
 log = logging.getLogger("gradwire")
 
-_FIRST = 3.0  # seconds until it is said for the first time
+_FIRST = 3.0  # seconds until the first report
 _INTERVAL = 10.0
 _PROBE = 2.0  # seconds for one attempt to connect
 _PAUSE = 0.05

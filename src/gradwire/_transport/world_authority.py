@@ -24,7 +24,7 @@ from cryptography.hazmat.primitives.serialization import (
 from .keys import id_of
 
 _VALID = timedelta(days=1)
-_SKEW = timedelta(hours=1)  # by which clocks may differ
+_SKEW = timedelta(hours=1)  # allowed clock skew
 
 
 def issue(world_key: bytes, name: str) -> tuple[str, bytes]:

@@ -331,7 +331,7 @@ class Codec:
                 replaced.take_back()
             raise
         traced = list(beside.traced.values())
-        if is_traced and not traced:  # it was not pickled by us
+        if is_traced and not traced:  # not one of our pickles
             traced = _requiring_grad(found)
         return parcel, traced, replaced
 

@@ -194,7 +194,7 @@ def _groups(sources: list[_Source]) -> list[tuple[list[_Source], tuple[int, int]
             groups.append(members)
             continue
         dense = _dense_groups([m for m in members if not m.has_gaps])
-        spans = [_extent(group) for group in dense]  # in order, and apart
+        spans = [_extent(group) for group in dense]  # in order, and disjoint
         for member in (m for m in members if m.has_gaps):
             at = bisect(spans, (member.low, math.inf)) - 1
             if at >= 0 and member.high <= spans[at][1]:

@@ -25,7 +25,7 @@ def describe_failure(
         try:
             pickled = pickler.dumps(error, beside)
         except Exception:  # noqa: BLE001 user code
-            beside = []  # its text has to do
+            beside = []  # its text has to suffice
     try:
         message = str(error)
     except Exception:  # noqa: BLE001 user code
@@ -56,7 +56,7 @@ def revive_failure(failure: Failure, worker: str) -> Exception:
             pickler = PickleSerializer({}, same_main=True)
             error = pickler.loads(failure.pickled, failure.tensors)
         except Exception:  # noqa: BLE001 user code
-            error = None  # its type cannot be made here: the cause has the text
+            error = None  # its type cannot be recreated here: the cause has the text
     else:
         name = failure.type_name
         kind = getattr(builtins, name, None) or getattr(errors, name, None)

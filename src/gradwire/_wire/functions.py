@@ -24,7 +24,7 @@ import torch
 CHILD_MAIN = "__mp_main__"  # what multiprocessing calls the main module in its children
 MAIN_MODULES = ("__main__", CHILD_MAIN)
 _MAX_REMEMBERED = 4096
-_METHODS = (types.MethodType, types.BuiltinMethodType)  # made anew at every look
+_METHODS = (types.MethodType, types.BuiltinMethodType)  # created anew at every access
 
 
 def main_fingerprint() -> str:
@@ -89,7 +89,7 @@ class Names:
             return None
         if name is None:
             name = _find_name(func)
-            if name is None:  # not remembered: a closure may hold much
+            if name is None:  # not cached: a closure may hold much
                 return None
             if len(self._names) > _MAX_REMEMBERED:
                 self._names.clear()
@@ -111,7 +111,7 @@ def resolve(name: str) -> Any:
         title, module, attribute = _places[name]
         if sys.modules[title] is module:
             return getattr(module, attribute)
-    except (KeyError, AttributeError):  # never seen, or not there any more
+    except (KeyError, AttributeError):  # never seen, or already freed
         pass
     return _look_up(name)
 
@@ -137,7 +137,7 @@ def _look_up(name: str) -> Any:
                 f"no {qualname!r} in module {title!r} here{hint}"
             ) from error
     spec = getattr(module, "__spec__", None)
-    is_ready = not getattr(spec, "_initializing", False)  # it is us who import it
+    is_ready = not getattr(spec, "_initializing", False)  # this call imports it
     if is_ready and "." not in qualname:
         if len(_places) > _MAX_REMEMBERED:
             _places.clear()

@@ -178,7 +178,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         if recipe is not None:
             return tensor_kinds.put_together, recipe
         return (
-            NotImplemented  # it has state of its own, and a __reduce_ex__ that knows it
+            NotImplemented  # it has state of its own, which its __reduce_ex__ includes
         )
 
 
@@ -249,7 +249,7 @@ def without_history(tensor: torch.Tensor) -> torch.Tensor:
         bare = torch.nn.Parameter(bare, requires_grad=False)
     if type(tensor) is not torch.Tensor:
         for name, value in vars(tensor).items():
-            vars(bare).setdefault(name, value)  # what `detach` gave it is its own
+            vars(bare).setdefault(name, value)  # what `detach` returned has its own
     return bare
 
 

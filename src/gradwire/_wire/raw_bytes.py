@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-CPU = torch.device("cpu")  # always said: users may have set another default device
+CPU = torch.device("cpu")  # always explicit: users may have set another default device
 
 
 class _Arrays(dict[int, Any]):

@@ -42,7 +42,7 @@ _Make = Callable[[Found, Any], Tensor]
 _Step = Callable[[Found, Sequence[Tensor], Sequence[Any], Any], Any]
 """Gives a value, of what was found, the tensors, other data, and what restores objects."""
 
-_MAX_LEARNED = 1 << 20  # bytes of signatures; what is made of them takes 30 times that
+_MAX_LEARNED = 1 << 20  # bytes of signatures; their plans take 30 times that
 _read_length = LENGTH.unpack_from
 
 
@@ -225,7 +225,7 @@ class _Compiler:
     def __init__(self, specs: Values, width: int | None, *, copies: bool) -> None:
         self.are_tensors = True
         """Whether all values are tensors, each there once."""
-        self.traced: list[int] = []  # which tensors are to require grad
+        self.traced: list[int] = []  # which tensors require grad
         self.bulk = 0  # bytes of large tensors
         self.copied = 0  # bytes of copies
         self.data = 0
@@ -439,7 +439,7 @@ def _are_numbers(spec: Any) -> bool:
 def _small(dtype: torch.dtype, shape: Any, length: int, at: int) -> _Make:
     like = torch.empty((), dtype=dtype, device=raw_bytes.CPU)
     raw_bytes.write(like, bytes(dtype.itemsize))
-    new = like.new_empty  # takes half the time of `torch.empty` with its options
+    new = like.new_empty  # takes half as long as `torch.empty` with its options
     array = raw_bytes.arrays[length].from_address
     sizes = shape or ((),)
 

@@ -149,7 +149,7 @@ class _Contents:
                 self.numbers.append(value)
             elif kind in self._replaced:
                 if any(value is thing for thing in self.things.values()):
-                    return False  # twice the same one: it stays one in a pickle only
+                    return False  # the same one twice: only a pickle preserves that
                 key.append(f"r{self._width}")
                 self.things[len(self.numbers)] = value
                 self.numbers += (0,) * self._width
@@ -183,7 +183,7 @@ class _Contents:
         else:
             return False
         before = len(self.tensors)
-        # Lists without tensors may be there twice, as one: they stay so in a pickle only.
+        # A list without tensors may occur twice: only a pickle preserves that.
         return self.look(items, depth) and len(self.tensors) > before
 
     def replace(self, replaced: Replaced) -> None:
@@ -257,7 +257,7 @@ class Encoder:
             return None
         shared = len(contents.storages) < len(contents.tensors)
         if shared and not contents.find_repeated():
-            return None  # shared storages stay shared the general way
+            return None  # the general encoding preserves shared storages
         return self._put(kind, contents, to)
 
     def encode_tensors(self, kind: int, message: TensorMessage) -> Parcel | None:
@@ -273,8 +273,8 @@ class Encoder:
         is_shared = len(contents.storages) < len(contents.tensors)
         if is_shared and any(t.nbytes > INLINE for t in contents.tensors):
             if sum(t.nbytes for t in contents.tensors) > 2 * self._limits.bulk:
-                return None  # too much for the receiver, who copies what is repeated
-            contents.find_repeated(INLINE + 1)  # large ones travel once
+                return None  # too much for the receiver, which copies what is repeated
+            contents.find_repeated(INLINE + 1)  # large ones are sent once
         encoded = self._put(kind, contents)
         return encoded and encoded[0]
 
@@ -305,7 +305,7 @@ class Encoder:
             parcel.with_bulk(large, known.bulk_length).check(self._limits)
         if not contents.things or self._replacing is None:
             return parcel, known.pick(tensors), None
-        # Last, when nothing else can go wrong: the upper layer begins to track them.
+        # Last, when nothing else can fail: the upper layer starts to track them.
         replaced = self._replacing(to, kind == RESULT)
         contents.replace(replaced)
         parts[1] = known.write(*contents.numbers)

@@ -170,7 +170,7 @@ def _device(device: str, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
     try:
         return tensor.to(torch.device(device)).requires_grad_(grad)
     except (RuntimeError, AssertionError) as error:
-        reason = str(error).partition(". ")[0]  # torch's goes on for pages
+        reason = str(error).partition(". ")[0]  # torch's message has several pages
         raise RuntimeError(
             f"a tensor on {device!r} was sent here, where that device cannot be used "
             f"({reason}); send tensor.cpu() instead"

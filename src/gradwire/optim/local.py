@@ -183,7 +183,7 @@ def gradients_in(context_id: int) -> dict[Tensor, Tensor]:
     try:
         return get_gradients(context_id)
     except GradwireError:
-        return {}  # the one who asks has seen that there is such a context
+        return {}  # the caller has checked that the context exists
 
 
 def _values(gradient: Tensor) -> Tensor:

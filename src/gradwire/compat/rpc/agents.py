@@ -91,7 +91,7 @@ class TensorPipeAgent(RpcAgent):
                 ) from error
             raise
 
-    # Who is there
+    # Members
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
         """Who a worker is; without a name or id, who this one is."""
@@ -219,7 +219,7 @@ class TensorPipeAgent(RpcAgent):
         }
         return {key: str(value) for key, value in info.items()}
 
-    # The end
+    # Shutdown
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
         """Wait until all workers are here and nothing is under way."""

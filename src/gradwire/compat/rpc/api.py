@@ -350,7 +350,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         raise
 
 
-# The end
+# Shutdown
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = _UNSET) -> None:

@@ -196,6 +196,6 @@ def _quietly(send: Callable[[], None]) -> Callable[[], None]:
         try:
             send()
         except (GradwireError, OSError):
-            pass  # whoever waits for an answer was told
+            pass  # the waiter for the response was told
 
     return late

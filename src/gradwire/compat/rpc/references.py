@@ -159,7 +159,7 @@ class RRef(_RRef[T]):
                 self._core.get()
             except RRefCreationError:
                 raise
-            except Exception:  # noqa: BLE001 it is for who asks for the value
+            except Exception:  # noqa: BLE001 raised where the value is fetched
                 pass
 
     def _agent(self) -> Any:

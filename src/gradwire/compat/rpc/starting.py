@@ -137,7 +137,7 @@ def _init_tensorpipe(
     agent = TensorPipeAgent(store, name, rank, world_size, rpc_backend_options)
     api._init_rpc_states(agent)
     if agent.is_static_group:
-        agent.worker.barrier(0)  # nobody goes on before all are there
+        agent.worker.barrier(0)  # nobody continues before all have arrived
     return agent
 
 

@@ -18,7 +18,7 @@ from ...errors import GradwireError
 from ...options import Options
 
 _FEW_FILES = 1024
-_PER_WORKER = 8  # descriptors that a busy link of ours has open, about
+_PER_WORKER = 8  # descriptors of a busy link, approximately
 _VARIABLE = "GRADWIRE_"
 _SECRETS = ("GRADWIRE_KEY",)
 
