@@ -44,8 +44,8 @@ def build() -> tuple[nn.Module, gw.DistributedOptimizer]:
     return model, gw.DistributedOptimizer(torch.optim.Adam, parameters, lr=0.01)
 
 
-def train(path: Path, done: list[float]) -> dict[int, float]:
-    """The loss of each step; `done` gets the time at which one was done, each time."""
+def train(path: Path, done: list[tuple[float, int]]) -> dict[int, float]:
+    """The loss of each step; `done` gets when a step was done, and its number."""
     torch.manual_seed(1)
     losses = {}
     for step in gw.resumable(STEPS, build, path=path, save_every=100):
@@ -55,33 +55,39 @@ def train(path: Path, done: list[float]) -> dict[int, float]:
             gw.backward(ctx, [loss])
             step.optimizer.step(ctx)
             losses[int(step)] = loss.item()
-            done.append(time.monotonic())
+            done.append((time.monotonic(), int(step)))
     return losses
 
 
-def kill_servers() -> None:
-    """Kill one at random, once in a while."""
+def kill_servers(done: list[tuple[float, int]], killed: list[float]) -> None:
+    """Kill one at random, after so and so many steps; `killed` gets when."""
     chance = random.Random()
     for _ in range(KILLS):
-        time.sleep(chance.uniform(0.2, 0.6))
+        enough = len(done) + chance.randint(50, 250)
+        while len(done) < enough:
+            time.sleep(0.001)
         pid = gw.rpc_sync(chance.choice(SERVERS), process_id, retries=3)
         os.kill(pid, signal.SIGKILL)
+        killed.append(time.monotonic())
 
 
 def compare(folder: Path) -> None:
     expected = train(folder / "calm", [])
-    killer = threading.Thread(target=kill_servers)
+    done: list[tuple[float, int]] = []
+    killed: list[float] = []
+    killer = threading.Thread(target=kill_servers, args=(done, killed), daemon=True)
     killer.start()
-    done: list[float] = []
     losses = train(folder / "stormy", done)
     killer.join()
     same = sum(losses[step] == expected[step] for step in range(STEPS))
     print(f"loss {losses[0]:.3f} to {losses[STEPS - 1]:.5f}")
     print(f"{same} of {STEPS} losses equal those of the calm run")
-    pauses = sorted(later - before for before, later in itertools.pairwise(done))
-    lost = (len(done) - STEPS) / KILLS
-    print(f"{KILLS} kills: {lost:.0f} steps done again for each")
-    print(f"from a kill to the next good step at most {pauses[-1]:.1f} s")
+    for kill, until in itertools.pairwise([*killed, time.monotonic()]):
+        steps = [pair for pair in itertools.pairwise(done) if kill < pair[1][0] < until]
+        # What took longest was the way back to the last checkpoint.
+        (_, last), (good, first) = max(steps, key=lambda pair: pair[1][0] - pair[0][0])
+        print(f"{good - kill:.1f} s from SIGKILL to the next good step,", end=" ")
+        print(f"{last - first + 1} steps done again")
 
 
 with gw.init_rpc() as worker:

@@ -42,7 +42,8 @@ EXAMPLES: dict[str, Checks] = {
     },
     "recovery.py": {
         r"(\d+) of 1000 losses equal those of the calm run": lambda same: same == 1000,
-        r"(\d+) steps done again for each": lambda steps: steps > 0,
+        r"([\d.]+) s from SIGKILL to the next good step": lambda s: 0 < s < 60,
+        r"good step, (\d+) steps done again": lambda steps: steps <= 100,
     },
     "split_learning.py": {
         r"epoch 30: loss .*, (\d+)% right": lambda right: right > 90,
