@@ -22,6 +22,8 @@ import pytest
 import ray
 import torch
 from ray.cluster_utils import Cluster
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from torch import nn
 
 import gradwire as gw
@@ -277,6 +279,40 @@ def test_a_training_goes_on_while_rays_autoscaler_adds_and_removes_nodes(
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "the same\n" in done.stdout
+
+
+def test_each_worker_sees_the_gpu_that_ray_has_assigned(cluster: Cluster) -> None:
+    cluster.add_node(
+        num_cpus=2, num_gpus=2
+    )  # Ray counts them, and they need not be there
+    with gw.ray.World(2, resources={"CPU": 1, "GPU": 1}):
+        visible = ("CUDA_VISIBLE_DEVICES",)
+        seen = {gw.rpc_sync(f"worker{i}", os.getenv, visible) for i in range(2)}
+    assert seen == {"0", "1"}
+
+
+@ray.remote(num_cpus=1)
+def drive_in_a_group() -> list[str]:
+    """A driver that Ray has placed; the nodes of its workers."""
+    with gw.ray.World(2):
+        assert len(ray.util.placement_group_table()) == 1
+        return [gw.rpc_sync(f"worker{i}", on.node) for i in range(2)]
+
+
+def test_a_driver_in_a_placement_group_has_its_workers_there(cluster: Cluster) -> None:
+    node = cluster.add_node(num_cpus=3, resources={"here": 1})
+    bundles = [
+        {"CPU": 1, "here": 0.3},
+        {"CPU": 1, "here": 0.3},
+        {"CPU": 1, "here": 0.3},
+    ]
+    group = placement_group(bundles)
+    strategy = PlacementGroupSchedulingStrategy(
+        group, placement_group_capture_child_tasks=True
+    )
+    driver = drive_in_a_group.options(scheduling_strategy=strategy)
+    assert ray.get(driver.remote()) == [node.node_id, node.node_id]
+    remove_placement_group(group)
 
 
 def test_the_cluster_must_have_room(cluster: Cluster) -> None:
