@@ -2,12 +2,14 @@
 
 import threading
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
 import gradwire as gw
+from gradwire._transport import connection
 from gradwire._transport.base import Card
 from gradwire._transport.loopback import LoopbackNetwork, LoopbackTransport
 from gradwire._transport.rendezvous import Part
@@ -16,7 +18,15 @@ from gradwire.testing import World
 from gradwire.threads import Executor
 from gradwire.worker import Worker
 from tests.rpc.functions import add, held, holding, never, say, whoami
-from tests.worlds import LIMIT, in_flight, meanwhile, orders, wait_until
+from tests.worlds import (
+    LIMIT,
+    in_flight,
+    meanwhile,
+    orders,
+    socket_world,
+    together,
+    wait_until,
+)
 
 
 @pytest.fixture(params=[None, 1, 2], ids="fifo seed1 seed2".split())
@@ -77,6 +87,18 @@ def test_one_worker_alone_waits_for_nobody() -> None:
     with World(1) as world:
         world[0].barrier()
         assert world[0].all_gather(1) == {"worker0": 1}
+
+
+def test_nobody_leaves_a_barrier_before_the_others_have_been_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever answers may end its process right after, as programs do that never shut down."""
+    with socket_world(3) as workers:
+        # As if many requests had come at once, whose responses leave together, a moment later.
+        monkeypatch.setattr(Executor, "backlog", 5)
+        monkeypatch.setattr(connection, "_HOLD", 3600.0)
+        together(*(partial(worker.barrier, 5.0) for worker in workers))
+        monkeypatch.undo()
 
 
 def test_a_barrier_others_do_not_come_to_times_out(world: World) -> None:

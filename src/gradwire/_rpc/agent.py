@@ -92,7 +92,7 @@ class Agent:
         self._codec = codec
         self._runner = runner
         self._handlers: dict[type, Handler] = {Call: runner.run}
-        self._patient: set[type] = set()
+        self._patient, self._last = set[type](), set[type]()
         self._in_context: InContext | None = None
         self._end_context: EndContext | None = None
         self._peers: dict[int, Peer] = {}
@@ -223,18 +223,22 @@ class Agent:
         handler: Handler,
         *,
         in_haste: bool = True,
+        may_be_last: bool = False,
         in_context: bool = False,
     ) -> None:
         """Register `handler(sender, message)` for an upper layer's message; it returns the
         response.
 
-        Unless they are urgent, responses are deferred for a moment to be batched. `in_context`: the
-        message belongs to the context in which it is sent, and is handled in it.
+        Unless they are urgent, responses are deferred for a moment to be batched. So are those to
+        bursts of requests, unless this worker may leave right after them. `in_context`: the message
+        belongs to the context in which it is sent, and is handled in it.
         """
         self._codec.register(kind, message, in_context=in_context)
         self._handlers[message] = handler
         if not in_haste:
             self._patient.add(message)
+        if may_be_last:
+            self._last.add(message)
 
     def run_in_context(self, run: InContext, end: EndContext) -> None:
         """Handle messages of a context through `run(context, handler, sender, message)`.
@@ -337,6 +341,7 @@ class Agent:
             refusal.__cause__ = error
             return self._codec.failure(refusal, peer.manner)
         parcel.can_wait = type(message) in self._patient
+        parcel.may_be_last = type(message) in self._last
         return parcel
 
     # Lost and leaving workers

@@ -91,7 +91,7 @@ class Collectives:
         self._gatherings = Gatherings()
         self._lock = CheckedLock()
         self._numbers = itertools.count()
-        agent.handle(GATHER, Gather, self._part_came)
+        agent.handle(GATHER, Gather, self._part_came, may_be_last=True)
         agent.gone.subscribe(self._worker_gone)
 
     def all_gather(self, value: Any, timeout: float | None = None) -> dict[str, Any]:

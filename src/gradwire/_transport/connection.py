@@ -446,7 +446,8 @@ class Connection:
                     self.framed.write(call, parcel)
                 charge.give_back()
             else:
-                more = parcel.can_wait or self._endpoint.executor.backlog > 1
+                is_burst = self._endpoint.executor.backlog > 1
+                more = (parcel.can_wait or is_burst) and not parcel.may_be_last
                 if not self.queue.respond(call, parcel, charge, more=more):
                     self._start_timer()
         except OSError as error:

@@ -124,6 +124,8 @@ class Parcel:
     freight: Sequence[Freight] = ()
     can_wait = False
     """An answer that may be held back for a moment, to travel with others."""
+    may_be_last = False
+    """An answer that is never held back: the process may end right after it."""
     meanwhile: Callable[[], object] | None = None
     """What the sender has to do between sending a request and waiting for its response."""
     was_emptied = False
