@@ -25,6 +25,8 @@ HERE = Path(__file__).parent
 SETTINGS = {
     "GLOO_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
     "OMP_NUM_THREADS": "1",
+    # Else one rank may be called by another before its init_process_group is over.
+    "TORCH_DIST_INIT_BARRIER": "1",
     "TP_SOCKET_IFNAME": "lo" if sys.platform == "linux" else "lo0",
 }
 
