@@ -58,6 +58,72 @@ def test_the_pods_of_the_ray_cluster_are_valid() -> None:
         check({"spec": {"template": {"spec": pod}}})
 
 
+# The fields of JobSet v1alpha2 and KubeRay's v1, as their API references have them, except for what
+# is deprecated. Jobs and pods in them are Kubernetes' own.
+GROUP = {"rayStartParams": dict, "template": {"spec": dict}}
+FIELDS: dict[str, dict[str, Any]] = {
+    "jobset.yaml": {
+        "network": {
+            "enableDNSHostnames": bool,
+            "publishNotReadyAddresses": bool,
+            "subdomain": str,
+        },
+        "failurePolicy": {"maxRestarts": int, "restartStrategy": str, "rules": list},
+        "replicatedJobs": [{"name": str, "replicas": int, "template": {"spec": dict}}],
+    },
+    "rayjob.yaml": {
+        "entrypoint": str,
+        "shutdownAfterJobFinishes": bool,
+        "ttlSecondsAfterFinished": int,
+        "rayClusterSpec": {
+            "rayVersion": str,
+            "headGroupSpec": GROUP,
+            "workerGroupSpecs": [
+                {
+                    **GROUP,
+                    "groupName": str,
+                    "replicas": int,
+                    "minReplicas": int,
+                    "maxReplicas": int,
+                }
+            ],
+        },
+    },
+}
+
+
+def wrong(value: Any, known: Any, where: str = "spec") -> list[str]:
+    """What is in a manifest and is not in the API, or of another type."""
+    if isinstance(known, type):
+        return [] if type(value) is known else [f"{where}: {value!r}"]
+    if isinstance(known, list):
+        return [w for each in value for w in wrong(each, known[0], where)]
+    return [
+        w
+        for name, field in value.items()
+        for w in (
+            wrong(field, known[name], f"{where}.{name}")
+            if name in known
+            else [f"{where}.{name}: no such field"]
+        )
+    ]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_manifest_has_the_fields_of_its_api(name: str) -> None:
+    assert wrong(manifest(name)["spec"], FIELDS[name]) == []
+
+
+def test_a_field_that_there_is_not_is_found() -> None:
+    spec = manifest("rayjob.yaml")["spec"]
+    spec["rayClusterSpec"]["workerGroupSpecs"][0]["minreplicas"] = 2
+    spec["ttlSecondsAfterFinished"] = "600"
+    assert wrong(spec, FIELDS["rayjob.yaml"]) == [
+        "spec.ttlSecondsAfterFinished: '600'",
+        "spec.rayClusterSpec.workerGroupSpecs.minreplicas: no such field",
+    ]
+
+
 def test_the_script_for_slurm_gives_srun_the_program(tmp_path: Path) -> None:
     srun = tmp_path / "srun"
     srun.write_text('#!/bin/sh\necho "${#GRADWIRE_KEY}" "$@"\n')
