@@ -1,10 +1,10 @@
-"""Actors and a learner: several workers play, one learns from what they saw.
+"""Actors and a learner: several workers play, one learns from their episodes.
 
     gradwire launch -n 3 examples/actor_learner.py
 
 The game: a ball falls through a grid, and a paddle below has to catch it. Each actor gets the
-newest policy from the learner, plays some games, and sends back what happened. The learner improves
-the policy with each answer (REINFORCE), whoever it comes from.
+latest policy from the learner, plays some games, and sends back the episodes. The learner improves
+the policy with each response (REINFORCE).
 """
 
 import torch

@@ -2,8 +2,9 @@
 
     gradwire launch -n 3 examples/asyncio_client.py
 
-Futures of calls can be awaited, and so can references. What asyncio offers works with them: gather,
-limits in time, tasks. A coroutine can be called, too: it runs on an event loop over there.
+Futures of calls can be awaited, and so can references. Everything in asyncio works with them:
+gather, timeouts, tasks. A coroutine function can be called as well: it runs on an event loop of the
+callee.
 """
 
 import asyncio

@@ -2,8 +2,8 @@
 
     gradwire launch -n 3 examples/embedding.py
 
-The table is on worker0. Two trainers look up words and get their rows; the gradients that go back
-are sparse, so a step touches the rows that were used, and no others.
+The table is on worker0. Two trainers look up words and get their rows; the gradients that flow back
+are sparse, so a step updates only the rows that were used.
 """
 
 import torch

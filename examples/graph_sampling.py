@@ -1,10 +1,10 @@
-"""Sampling a graph that is spread over workers, for a graph neural network.
+"""Sampling a graph that is partitioned over workers, for a graph neural network.
 
     gradwire launch -n 3 examples/graph_sampling.py
 
-Even nodes belong to worker1, odd ones to worker2: each has the edges, the features and a part of
-the model of its own. worker0 trains. For each batch it asks the owners for some neighbours of its
-nodes, then for the encoded features of all of them; gradients go back to the owners' parts.
+Even nodes belong to worker1, odd ones to worker2: each has their edges, their features and its own
+part of the model. worker0 trains. For each batch it asks the owners for some neighbours of its
+nodes, then for the encoded features of all of them; gradients flow back to the owners' parts.
 """
 
 import torch

@@ -1,10 +1,10 @@
-"""MAML over workers: gradients that cross workers are differentiated again.
+"""MAML over workers: second derivatives across workers.
 
     gradwire launch -n 3 examples/maml.py
 
-worker0 has the weights that are to be learnt: a start from which one step of gradient descent
-adapts to any sine wave. Each task belongs to another worker. The step inside needs the gradient of
-a loss that is computed there; the step outside needs the gradient of that gradient.
+worker0 learns initial weights from which one step of gradient descent adapts to any sine wave. Each
+task belongs to another worker. The inner step needs the gradient of a loss that is computed there;
+the outer step needs the gradient of that gradient.
 """
 
 import torch

@@ -1,9 +1,9 @@
-"""Parameter server: one model, several trainers that use and change it at the same time.
+"""Parameter server: one model, used and updated by several trainers at the same time.
 
     gradwire launch -n 4 examples/parameter_server.py
 
-worker0 has the model. Each trainer has data of its own, a context of its own for every step, and an
-optimizer that updates the parameters where they are. Nobody waits for anybody.
+worker0 has the model. Each trainer has its own data, its own context for every step, and an
+optimizer that updates the parameters on worker0. Trainers do not wait for each other.
 """
 
 import torch

@@ -2,9 +2,9 @@
 
     gradwire launch -n 3 examples/pipeline.py
 
-worker0 cuts each batch into micro-batches and starts them all. What the first stage makes of one
-goes straight to the second stage, by reference, while the first is at the next. One backward pass
-goes back through all of them.
+worker0 cuts each batch into micro-batches and starts them all. The first stage's output goes
+directly to the second stage, by reference, while the first works on the next one. One backward pass
+runs through all of them.
 """
 
 import torch

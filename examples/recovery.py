@@ -1,9 +1,9 @@
-"""Training that survives: workers are killed at random, and the losses are those of a calm run.
+"""Fault-tolerant training: workers are killed at random, and the losses do not change.
 
     gradwire launch -n 3 --max-restarts 9 examples/recovery.py
 
 The trainer's model is on two servers. The same training runs twice, the second time with servers
-killed at random moments. The launcher starts them again, and the trainer goes back to its last
+killed at random moments. The launcher restarts them, and the trainer resumes from its last
 checkpoint.
 """
 

@@ -1,10 +1,10 @@
-"""Split learning: two parties train one model, and never show each other their data.
+"""Split learning: two parties train one model without sharing their data.
 
     gradwire launch -n 2 examples/split_learning.py
 
 The data owner (worker0) has the inputs and the lower half of the model, the label owner (worker1)
 the labels and the upper half. Activations go up, gradients come down. With `allow`, each party runs
-nothing for the other but the functions it names, and accepts tensors and plain data only.
+only the functions that it lists for the other, and accepts only tensors and plain data.
 """
 
 import torch

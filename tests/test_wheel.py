@@ -60,4 +60,4 @@ def test_it_works_by_itself(wheel: Path, tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("all is well\n")
+    assert done.stdout.endswith("no problems found\n")

@@ -20,7 +20,7 @@ def test_everything_is_looked_at(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     for what in ("torch", "Unix sockets", "shared memory", "TCP", "GPU", "open files"):
         assert f"\n   {what}" in out
-    assert out.endswith("all is well\n")
+    assert out.endswith("no problems found\n")
 
 
 def test_it_tells_why_something_is_not_used() -> None:
@@ -75,9 +75,9 @@ def test_by_default_nothing_is_exposed() -> None:
     assert found["key"].found == "this user's own"
     assert found["listens on"].found == "127.0.0.1"
     assert found["TLS between machines"].found == "yes"
-    assert found["in flight from a worker"].found.startswith("65,536 requests, ")
+    assert found["limits for one worker"].found.startswith("65,536 requests, ")
     limited = exposed(max_peer_requests=50, max_peer_memory=3 << 29)
-    assert limited["in flight from a worker"].found == "50 requests, 1.5 GiB"
+    assert limited["limits for one worker"].found == "50 requests, 1.5 GiB"
 
 
 def test_what_is_exposed_is_marked(tmp_path: Path) -> None:

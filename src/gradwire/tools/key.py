@@ -23,5 +23,5 @@ def main(arguments: Sequence[str]) -> int:
         key_files.create(path)
     except OSError as error:
         parser.error(f"cannot make {path}: {error.strerror}")
-    print(f"{path}: set GRADWIRE_KEY_FILE to it, on all machines of the world")
+    print(f"{path}: set GRADWIRE_KEY_FILE to this path on all machines of the world")
     return 0

@@ -54,7 +54,7 @@ def transports(options: Options) -> Iterator[Finding]:
         "Unix sockets", unix, options.unix_sockets, "between workers of one host"
     )
     if memory and options.shared_memory and not uses_unix:
-        yield Finding("shared memory", "yes", "not used: it needs Unix sockets")
+        yield Finding("shared memory", "yes", "not used: requires Unix sockets")
     else:
         yield _way(
             "shared memory",
@@ -76,19 +76,21 @@ def exposure(options: Options) -> Iterator[Finding]:
     yield Finding(
         "listens on",
         bound,
-        "others can reach it: they need the key"
+        "others can reach it, but need the key"
         if is_open
         else "this machine only, unless the rendezvous is on another one",
     )
     yield _tls(options)
     most = options.max_peer_memory or quota.default_memory()
     yield Finding(
-        "in flight from a worker",
+        "limits for one worker",
         f"{options.max_peer_requests:,} requests, {most / 2**30:.1f} GiB",
-        "at most (GRADWIRE_MAX_PEER_REQUESTS, GRADWIRE_MAX_PEER_MEMORY)",
+        "in flight (GRADWIRE_MAX_PEER_REQUESTS, GRADWIRE_MAX_PEER_MEMORY)",
     )
     if options.allow is None:
-        yield Finding("who has the key", "runs any code", "unless allow=[...] is given")
+        yield Finding(
+            "holders of the key", "can run any code", "unless allow=[...] is given"
+        )
     yield Finding("audit log", options.audit or "none", "set GRADWIRE_AUDIT to a file")
 
 
@@ -102,21 +104,21 @@ def _key(options: Options) -> Finding:
     if given:
         return Finding("key", "yours", "for all machines that have it")
     if options.trust_store:
-        so = "who reads that can run any code (GRADWIRE_TRUST_STORE)"
+        so = "its readers can run any code (GRADWIRE_TRUST_STORE)"
         return Finding("key", "in the store", so, is_bad=True)
     return Finding("key", "this user's own", "for workers of this machine")
 
 
 def _tls(options: Options) -> Finding:
     if options.tls is False:
-        so = "who is in between can run any code (GRADWIRE_TLS)"
+        so = "a man in the middle can run any code (GRADWIRE_TLS)"
         return Finding("TLS between machines", "off", so, is_bad=True)
     if options.tls_cert:
-        return Finding("TLS between machines", "yes", "with certificates of yours")
+        return Finding("TLS between machines", "yes", "with your own certificates")
     if find_spec("cryptography") is None:
         so = "connections to other machines fail: pip install 'gradwire[tls]'"
         return Finding("TLS between machines", "not possible", so)
-    return Finding("TLS between machines", "yes", "with certificates of the world's")
+    return Finding("TLS between machines", "yes", "with the world's own certificates")
 
 
 def devices() -> Iterator[Finding]:
@@ -150,12 +152,14 @@ def settings() -> Iterator[Finding]:
     for name, value in given.items():
         yield Finding(name, "set" if name in _SECRETS else value)
     if not given:
-        yield Finding(f"{_VARIABLE}*", "not set", "all options have their defaults")
+        yield Finding(
+            f"{_VARIABLE}*", "not set", "all options have their default values"
+        )
 
 
 def _way(what: str, is_there: bool, is_wanted: bool, use: str) -> Finding:
     if not is_there:
-        return Finding(what, "no", "this system does not have it, or forbids it")
+        return Finding(what, "no", "not supported or not permitted on this system")
     name = what.upper().replace(" ", "_")
     return Finding(
         what, "yes", use if is_wanted else f"not used: {_VARIABLE}{name} is 0"
@@ -181,7 +185,7 @@ def _tcp(options: Options, uses_unix: bool) -> Finding:
     except (OSError, GradwireError) as error:
         return Finding("TCP", "no", str(error), is_bad=True)
     if where == "127.0.0.1" and options.bind is None:
-        use += "; on loopback here, elsewhere on the way to the rendezvous"
+        use += "; on loopback here, otherwise on the rendezvous interface"
     return Finding("TCP", f"yes, {address} on {socket.gethostname()}", use)
 
 

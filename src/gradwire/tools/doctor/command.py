@@ -34,7 +34,7 @@ def main(given: Sequence[str]) -> int:
         print(f"invalid environment: {error}")
         return 1
     bad = _show("versions", checks.versions())
-    bad += _show("ways to talk", checks.transports(options))
+    bad += _show("transports", checks.transports(options))
     bad += _show("exposure", checks.exposure(options))
     bad += _show("devices", checks.devices())
     bad += _show("limits", checks.limits())
@@ -43,7 +43,7 @@ def main(given: Sequence[str]) -> int:
         bad += _show("self-test", self_test(unix_sockets=options.unix_sockets))
         if options.unix_sockets:
             bad += _show("self-test over TCP", self_test(unix_sockets=False))
-    print("\nall is well" if not bad else f"\n{bad} problems, marked with !")
+    print("\nno problems found" if not bad else f"\n{bad} problems, marked with !")
     return 1 if bad else 0
 
 
