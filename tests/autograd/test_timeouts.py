@@ -83,10 +83,14 @@ def test_a_pass_that_is_stuck_ends_in_time(
         loss = program(world, context, x, gate)
         run = partial(backward, world, context, loss)
         with torch.autograd.profiler.profile(enabled=is_profiled):
-            began = time.monotonic()
-            with pytest.raises(BackwardTimeout, match=f"{context} did not .* 0.05 s"):
-                run(timeout=SHORT)
-            assert SHORT <= time.monotonic() - began < SOON
+            for limit in SHORT, 1.0, SOON / 2:
+                began = time.monotonic()
+                ended = f"{context} did not .* {limit:g} s"
+                with pytest.raises(BackwardTimeout, match=ended):
+                    run(timeout=limit)
+                assert limit <= time.monotonic() - began < limit + SOON
+                if gate.entered.is_set():  # else a busy machine did not come that far
+                    break
         assert gate.entered.is_set()
         gate.open.set()
         wait_until(lambda: world.passes() == 0)
