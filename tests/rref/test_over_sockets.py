@@ -363,7 +363,7 @@ def test_processes_settle_their_references_when_they_shut_down(
         del rrefs, back
         enter(before)
     assert [server.wait() for server in servers] == [0, 0]
-    assert "worker 'worker2' still holds 1 references" in servers[1].errors
+    assert "worker 'worker2' still holds a reference" in servers[1].errors
     assert "received from worker0" in servers[1].errors
     assert not servers[0].errors
 
