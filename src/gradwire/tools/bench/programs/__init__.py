@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..program import Program
-from . import actors, nested, paced, pipeline, serving, training
+from . import actors, nested, paced, pipeline, residual, serving, training
 
 PROGRAMS: list[Program] = [
     *training.PROGRAMS,
@@ -11,5 +11,6 @@ PROGRAMS: list[Program] = [
     *actors.PROGRAMS,
     *serving.PROGRAMS,
     *nested.PROGRAMS,
+    *residual.PROGRAMS,
     *paced.PROGRAMS,
 ]

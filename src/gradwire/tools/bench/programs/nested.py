@@ -57,6 +57,7 @@ def _programs(workers: int, hops: int) -> list[Program]:
     )
     both = Program(
         name=f"{title}, forward + backward",
+        goal=3 if hops == 4 else None,
         begin=partial(_forward_and_backward, workers, hops),
         servers=servers,
         check=expected,

@@ -82,10 +82,11 @@ def _every(
     between = partial(pause, milliseconds / 1000)
     title = f"every {milliseconds} ms of {name}"
     add = _paced(f"add, {title}", _add, between, steps)
-    if milliseconds == 10 and name == "sleep":
-        add = replace(add, goal=2, p90_goal=1.8)
     both = f"forward + backward, {title}"
-    return [add, _paced(both, _forward_and_backward, between, steps)]
+    programs = [add, _paced(both, _forward_and_backward, between, steps)]
+    if milliseconds == 10 and name == "sleep":
+        return [replace(program, goal=2, p90_goal=1.8) for program in programs]
+    return programs
 
 
 def _no_pause() -> None:
