@@ -157,12 +157,18 @@ def test_the_newest_may_turn_out_to_be_void() -> None:
     assert state.came(2, ()) == [run(1)]
 
 
+def test_what_another_source_has_announced_is_not_announced_again() -> None:
+    state = state_of([1, 2])
+    assert state.reached([1], [(5, 0), (6, 0)]) == [(5, 0), (6, 0)]
+    assert state.reached([2], [(5, 0), (5, 1)]) == [(5, 1)]
+
+
 # What was announced and will not come
 
 
 def test_a_recv_without_a_gradient_is_told_to_be_void_if_it_was_announced() -> None:
     state = announced((2, 0))
-    state.reached([ROOTS], [5, 6])
+    state.reached([ROOTS], [(5, 0), (6, 0)])
     state.rest()
     assert state.empty(5) == [Void([5])]
     assert state.empty(5) == []
@@ -173,8 +179,8 @@ def test_what_a_segment_cannot_reach_any_more_is_told_at_once() -> None:
     state = state_of([1, 2])
     state.came(1, (0,))
     state.announce([(2, 0), (2, 1)])
-    state.reached([1], [5])
-    state.reached([2], [6, 7])
+    state.reached([1], [(5, 0)])
+    state.reached([2], [(6, 0), (7, 0)])
     state.rest()
     narrow, begun = state.came(2, (1,))
     assert narrow == Narrow({1: (0,), 2: (1,)})
@@ -186,8 +192,8 @@ def test_what_a_segment_cannot_reach_any_more_is_told_at_once() -> None:
 def test_a_segment_that_still_waits_says_what_it_cannot_reach_any_more() -> None:
     state = state_of([1, 2, 3])
     state.announce([(2, 0), (3, 0)])
-    state.reached([2], [5])
-    state.reached([3], [6])
+    state.reached([2], [(5, 0)])
+    state.reached([3], [(6, 0)])
     state.rest()
     (narrow,) = state.came(3, ())
     assert narrow == Narrow({2: (0,)})
@@ -197,8 +203,8 @@ def test_a_segment_that_still_waits_says_what_it_cannot_reach_any_more() -> None
 def test_of_a_segment_that_gets_nothing_all_is_void() -> None:
     state = state_of([1, 2])
     state.announce([(1, 0), (2, 0)])
-    state.reached([1], [5])
-    state.reached([2], [5, 6])
+    state.reached([1], [(5, 0)])
+    state.reached([2], [(5, 0), (6, 0)])
     state.rest()
     state.came(2, ())
     assert state.came(1, ()) == [Void([5, 6])]

@@ -403,8 +403,7 @@ class Pass:
                 self.do(current, voids, leaving)
             elif type(action) is Reach:
                 reached = reach_of(worker.kept(action.sources))
-                worker.state.reached(action.sources, [m for m, _ in reached])
-                for slot in sorted(reached):
+                for slot in worker.state.reached(action.sources, sorted(reached)):
                     to = self.sender(worker, slot[0])
                     leaving.setdefault(to, Load()).slots.append(slot)
             elif type(action) is Wake:

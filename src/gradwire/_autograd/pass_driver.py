@@ -199,12 +199,12 @@ class Round:
                 part.wake(action.send)
             elif type(action) is Reach:
                 recvs = dict(part.runner.reach(action.sources).recvs)
-                numbers = [node.crossing.id for node in recvs]
+                slots = [(n.crossing.id, i) for n in recvs for i in sorted(recvs[n])]
                 with part.lock:
-                    part.state.reached(action.sources, numbers)
-                for node, indexes in recvs.items():
-                    slots = [(node.crossing.id, index) for index in sorted(indexes)]
-                    _at(leaving, node.crossing.worker).slots += slots
+                    slots = part.state.reached(action.sources, slots)
+                workers = {node.crossing.id: node.crossing.worker for node in recvs}
+                for slot in slots:
+                    _at(leaving, workers[slot[0]]).slots.append(slot)
             elif type(action) is Narrow:
                 reached = part.runner.reach(action.sources).recvs
                 numbers = [node.crossing.id for node in [*reached]]

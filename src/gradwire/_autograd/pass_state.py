@@ -49,6 +49,8 @@ ROOTS = 0
 
 Indexes = tuple[int, ...]
 """Slots of one message."""
+Slot = tuple[int, int]
+"""A message, and one of its slots."""
 
 
 class Step(IntEnum):
@@ -118,6 +120,7 @@ class PassState:
         self._announced: dict[int, set[int]] = {}  # slots, by message
         self._reached: set[int] = set()  # parked sources that have announced
         self._expected: dict[int, set[int]] = {}  # recvs announced, by source
+        self._told: set[Slot] = set()  # slots of recvs that were announced
 
     def came(self, source: int, slots: Indexes) -> list[Action]:
         """Gradients for these slots of a message, or for none; or the pass's roots."""
@@ -208,7 +211,7 @@ class PassState:
             recvs -= missing
         return [Void(sorted(missing))] if missing else []
 
-    def announce(self, slots: Iterable[tuple[int, int]] = ()) -> list[Action]:
+    def announce(self, slots: Iterable[Slot] = ()) -> list[Action]:
         """These slots of messages will get gradients, and so will what is parked here."""
         self.step = max(self.step, Step.ANNOUNCE)
         found: dict[int, dict[int, Indexes]] = {}  # by the first source of a segment
@@ -226,11 +229,15 @@ class PassState:
                 fresh[message] = (*fresh.get(message, ()), index)
         return [Reach(sources) for sources in found.values()]
 
-    def reached(self, sources: Iterable[int], recvs: Iterable[int]) -> None:
-        """These sources have announced slots of these recvs."""
-        recvs = set(recvs)
+    def reached(self, sources: Iterable[int], slots: Sequence[Slot]) -> list[Slot]:
+        """These sources reach these slots of recvs. Returns those that are still to be announced:
+        other sources of the segment may have announced them."""
+        fresh = [slot for slot in slots if slot not in self._told]
+        self._told.update(fresh)
+        recvs = {recv for recv, _ in slots}
         for source in sources:
             self._expected.setdefault(source, set()).update(recvs)
+        return fresh
 
     def rest(self) -> list[Action]:
         """Everything that will get gradients has been announced."""
