@@ -6,11 +6,16 @@
 from __future__ import annotations
 
 import os
+import sys
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch.futures
+
+CallStack = Sequence[tuple[CodeType, int]]
+"""Functions and lines, outermost first."""
 
 _HIDDEN = (str(Path(__file__).parent) + os.sep, torch.futures.__file__)
 """Where hidden frames come from; our futures call torch's."""
@@ -41,6 +46,22 @@ def hide_frames(error: BaseException) -> None:
 
 def _leading_to(error: BaseException) -> BaseException | None:
     return error.__context__ if error.__cause__ is None else error.__cause__
+
+
+def call_stack() -> CallStack:
+    """Where this was called, to be formatted only if needed: that takes far longer."""
+    found: list[tuple[CodeType, int]] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        found.append((frame.f_code, frame.f_lineno))
+        frame = frame.f_back
+    return found[::-1]
+
+
+def lines_of(stack: CallStack) -> list[str]:
+    """As `traceback.format_stack`."""
+    entries = [(code.co_filename, line, code.co_name, None) for code, line in stack]
+    return traceback.StackSummary.from_list(entries).format()
 
 
 def has_other_frames(error: BaseException) -> bool:

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.utils.hooks import RemovableHandle
 
 import gradwire as gw
+from gradwire._autograd import hooks
 from gradwire._rpc import torch_modes
 from gradwire.api import enter
 from gradwire.testing import World
@@ -174,3 +176,16 @@ def test_without_the_mode_nothing_is_looked_at() -> None:
             warnings.simplefilter("error")
             gw.backward(ctx, [breaks(x, ["worker1"]).sum()])
         assert gw.get_gradients(ctx)[x].isnan().all()
+
+
+def test_what_the_mode_puts_on_nodes_does_not_count_as_hooks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(hooks, "on_crossings", [])
+    monkeypatch.setattr(hooks, "_not_on_nodes", [RemovableHandle.next_id])
+    with World(2) as world, world.as_worker(0), gw.context() as ctx:
+        x = doubles(3)
+        with torch.autograd.set_detect_anomaly(True):
+            gw.backward(ctx, [gw.rpc_sync("worker1", torch.add, (x, x)).sum()])
+    assert not hooks.on_crossings
+    assert not hooks.were_made()

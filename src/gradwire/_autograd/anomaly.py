@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from .._rpc.torch_modes import anomaly_mode
+from .hooks import add_own
 from .messages import ANOMALY, CHECK_NAN
 from .nodes import LEAF_NODE, RECV_NODE, Run, here
 
@@ -42,7 +43,7 @@ def explained(sources: Iterable[Any], run: Run, flags: int) -> Iterator[None]:
             entered.pop(threading.get_ident(), None)
             entered[threading.get_ident()] = node  # the last of them is the latest
 
-    hooks = [node.register_prehook(partial(enter, node)) for node in _reached(sources)]
+    handles = [add_own(node, partial(enter, node)) for node in _reached(sources)]
     try:
         with anomaly_mode(check_nan=bool(flags & CHECK_NAN)):
             yield
@@ -52,8 +53,8 @@ def explained(sources: Iterable[Any], run: Run, flags: int) -> Iterator[None]:
             error.__notes__ = notes  # type: ignore[attr-defined] # `add_note` came with 3.11
         raise
     finally:
-        for hook in hooks:
-            hook.remove()
+        for handle in handles:
+            handle.remove()
 
 
 def _reached(sources: Iterable[Any]) -> list[Any]:

@@ -24,6 +24,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 on_crossings: list[bool] = []
 """Not empty: some send or recv got hooks, ever."""
 
+_plain: dict[type, Callable[..., Any]] = {}  # `register_prehook` of crossings
 _not_on_nodes = [0]  # handles that do not belong to nodes
 
 
@@ -35,6 +36,16 @@ def were_made() -> bool:
 def leave_out(_: RemovableHandle) -> None:
     """Do not count a handle of ours."""
     _not_on_nodes[0] += 1
+
+
+def add_own(node: Any, hook: Callable[..., Any]) -> RemovableHandle:
+    """Have a function of ours called before a node runs. It does not count as a hook."""
+    register = _plain.get(type(node))
+    handle: RemovableHandle = (
+        register(node, hook) if register else node.register_prehook(hook)
+    )
+    leave_out(handle)
+    return handle
 
 
 def before(node: Any) -> Hooks:
@@ -83,6 +94,7 @@ def _nothing(*_: object) -> None:
 
 def note(kind: Any) -> None:
     """Record that a hook was put on a crossing of this kind."""
+    _plain[kind] = kind.register_prehook
     for name in ("register_hook", "register_prehook"):
         setattr(kind, name, _noting(getattr(kind, name)))
 

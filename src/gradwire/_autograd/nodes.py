@@ -29,6 +29,7 @@ from torch import Tensor, is_anomaly_enabled, is_grad_enabled
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge, saved_tensors_hooks
 
+from .. import tracebacks
 from . import hooks
 from .node_order import set_number
 
@@ -117,6 +118,8 @@ class Send:
     From 1 on: 0 is for what comes later still (`device_queues.py`).
     """
     _output: Tensor | None = None
+    _origin: tracebacks.CallStack = ()
+    """In anomaly mode, where a node that was not created yet would have been."""
     _ends: Sequence[Tensor] | None = None
 
     def __init__(self, crossing: Crossing, tensors: Sequence[Tensor]) -> None:
@@ -125,8 +128,9 @@ class Send:
             if not tensor.is_leaf:
                 break
         else:
-            if not is_anomaly_enabled():  # it records where nodes are created
+            if not (is_anomaly_enabled() and here.runs):  # it notes the backward, too
                 self.leaves = tensors
+                self._origin = tracebacks.call_stack() if is_anomaly_enabled() else ()
                 return
         self._output = _made_send(crossing, tensors)
 
@@ -189,6 +193,9 @@ class Send:
                 return self._output
             output = _made_late(self.crossing, self.leaves)
             _set_place(output, self.place)
+            if self._origin:
+                node: Any = output.grad_fn
+                node.metadata["traceback_"] = tracebacks.lines_of(self._origin)
             self._output, self.leaves = output, ()
             return output
 
