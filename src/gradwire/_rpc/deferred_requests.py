@@ -1,7 +1,8 @@
 """Items deferred for a moment, so that they can be piggybacked on something else.
 
-`Deferred` is the one mechanism: what has not been piggybacked after a moment is handed on in one
-batch. The report that a context has ended waits for a request in this way
+`Deferred` is the one mechanism for what can travel with something else: what has not after a moment
+is handed on in one batch. (Notes about references never do, and must be acknowledged: they have a
+notifier of their own.) The report that a context has ended waits for a request in this way
 (`_autograd/context_release.py`), and so does, here, a request that creates a value for the one that
 fetches it, so that both go in one message: at most one per worker. It is sent before the next
 message to that worker, when a thread waits, or when it is late; unless its holder takes it back to
