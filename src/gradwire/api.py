@@ -1,7 +1,7 @@
 """The public functions, which act as the current worker. The project's only global is here.
 
 The current worker is the one that the thread belongs to (a function that another worker called runs
-in such a thread), otherwise the one that `init_rpc` created in this process.
+in such a thread) or that began its script; otherwise the one that `init_rpc` created here.
 """
 
 from __future__ import annotations
@@ -46,6 +46,8 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
+inherited: Callable[[], Worker | None] | None = None
+"""The worker that began this thread's script; set once scripts can make calls."""
 _reducers: dict[type, Reducer] = {}
 _own_place: dict[str, Any] = {}
 """Arguments of `init_rpc` where it is called without a place."""
@@ -150,7 +152,7 @@ def shutdown(graceful: bool = True, timeout: float | None = None) -> None:
 
 def current_worker() -> Worker:
     """The worker that this thread acts as; ClosedError if there is none."""
-    worker = _thread.worker or _process
+    worker = _thread.worker or (inherited and inherited()) or _process
     if worker is None:
         raise ClosedError("there is no worker in this process: call init_rpc first")
     return worker
@@ -474,8 +476,7 @@ def register_reducer(kind: type, reducer: Reducer) -> None:
 
 def enter(worker: Worker | None) -> Worker | None:
     """Make a worker current in this thread; returns the previous one. For worlds in one process."""
-    before = _thread.worker
-    _thread.worker = worker
+    before, _thread.worker = _thread.worker, worker
     return before
 
 

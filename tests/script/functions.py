@@ -113,5 +113,10 @@ def whoami() -> str:
     return name_of_worker()
 
 
+@script
+def named(x: Tensor) -> str:
+    return name_of_worker()
+
+
 def in_python(x: Tensor) -> Tensor:
     return x

@@ -3,6 +3,7 @@
 import threading
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -120,6 +121,97 @@ def test_what_comes_after_a_wait_belongs_to_the_context(world: World) -> None:
         with gw.context() as ctx:
             gw.backward(ctx, list(scripted(x, "worker1")))
             assert gw.get_gradients(ctx)[x].tolist() == [4, 4]
+
+
+@torch.jit.ignore
+def tripled_in_python(x: Tensor, to: str) -> Tensor:
+    tripled: Tensor = gw.rpc_sync(to, torch.mul, (x, 3))
+    return tripled
+
+
+def python_after_a_wait(x: Tensor, to: str) -> Tensor:
+    doubled = gw.rpc_async(to, add, (x, x))
+    return tripled_in_python(doubled.wait(), to)
+
+
+def python_in_a_fork(x: Tensor, to: str) -> Tensor:
+    fork = torch.jit.fork(tripled_by_a_script, x, to)
+    return torch.jit.wait(fork) + x
+
+
+@script
+def tripled_by_a_script(x: Tensor, to: str) -> Tensor:
+    return tripled_in_python(x, to)
+
+
+@pytest.mark.parametrize(
+    ("function", "factor"), [(python_after_a_wait, 6), (python_in_a_fork, 4)]
+)
+@pytest.mark.parametrize("to", ["worker0", "worker1"])
+def test_python_that_a_script_runs_belongs_to_the_context(
+    world: World, function: Any, factor: int, to: str
+) -> None:
+    scripted = script(function)
+    for _ in range(10):  # what has come already is not waited for in another thread
+        x = leaf(1.0, 2.0)
+        with gw.context() as ctx:
+            gw.backward(ctx, [scripted(x, to).sum()])
+            assert gw.get_gradients(ctx)[x].tolist() == [factor, factor]
+
+
+@torch.jit.ignore
+def with_a_context_of_its_own(x: Tensor, to: str) -> Tensor:
+    with gw.context() as ctx:
+        gw.backward(ctx, [tripled_by_a_script(x, to).sum()])
+        return gw.get_gradients(ctx)[x]
+
+
+def forks_one_with_a_context(x: Tensor, to: str) -> Tensor:
+    return torch.jit.wait(torch.jit.fork(begins_a_context, x, to))
+
+
+@script
+def begins_a_context(x: Tensor, to: str) -> Tensor:
+    return with_a_context_of_its_own(x, to)
+
+
+def test_python_in_a_fork_begins_a_context_where_there_is_none(world: World) -> None:
+    scripted = script(forks_one_with_a_context)
+    assert scripted(leaf(1.0), "worker1").tolist() == [3]
+    with gw.context(), pytest.raises(RuntimeError, match="Already have an autograd"):
+        scripted(leaf(1.0), "worker1")
+
+
+class Nested(torch.autograd.Function):
+    """A backward pass in a backward pass, until torch takes another thread for it."""
+
+    seen: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, current: Any, depth: int) -> Tensor:
+        ctx.more = x.detach(), current, depth
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        x, current, depth = ctx.more
+        if depth:
+            with torch.enable_grad():
+                Nested.apply(x.requires_grad_(), current, depth - 1).sum().backward()
+        else:
+            Nested.seen = threading.get_ident(), current()
+        return gradients[0], None, None
+
+
+def test_threads_of_the_autograd_engine_are_in_no_context(world: World) -> None:
+    """They have the state of the thread that began the pass, and with it its note."""
+    current = world[0].autograd.contexts.current
+    with gw.context() as ctx:
+        script(python_in_a_fork)(leaf(1.0), "worker1")
+        Nested.apply(leaf(1.0), current, 100).sum().backward()
+        assert Nested.seen[0] != threading.get_ident()
+        assert Nested.seen[1] is None
+        assert gw.get_gradients(ctx) == {}
 
 
 def test_nothing_is_recorded_once_the_context_has_ended(world: World) -> None:

@@ -193,6 +193,20 @@ def test_forks_and_what_comes_after_a_wait_call_for_the_same_worker(
     assert script(call)() == (["worker0"] * 8, "worker1")
 
 
+def test_python_that_forks_and_waits_run_is_the_same_worker(world: World) -> None:
+    def call(x: Tensor) -> list[str]:
+        forks = [torch.jit.fork(here.named, x) for _ in range(4)]
+        gw.rpc_async("worker1", add, (x, x)).wait()
+        names = [torch.jit.wait(fork) for fork in forks]
+        names.append(here.name_of_worker())
+        return names
+
+    scripted = script(call)
+    for number in (0, 1):
+        with world.as_worker(number):
+            assert scripted(ONES) == [f"worker{number}"] * 5
+
+
 def test_fork_and_wait_may_have_other_names(world: World) -> None:
     begin, end = torch.jit.fork, torch.jit.wait
 

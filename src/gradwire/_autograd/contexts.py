@@ -183,6 +183,13 @@ def add(before: Tensor, more: Tensor) -> Tensor:
     return before + more
 
 
+inherited: Callable[[Contexts], Context | None] | None = None
+"""The context of the script that goes on in this thread; set once scripts can make calls."""
+
+_UNSET = Context(0)
+_UNSET.is_released = True
+
+
 class Contexts:
     """The contexts of one worker."""
 
@@ -193,7 +200,7 @@ class Contexts:
         self._contexts: dict[int, Context] = {}
         self._released = Memory()
         self._current: ContextVar[Context | None] = ContextVar(
-            "gradwire context", default=None
+            "gradwire context", default=_UNSET
         )
 
     def __repr__(self) -> str:
@@ -212,8 +219,8 @@ class Contexts:
         Raises:
             GradwireError: it already has one.
         """
-        current = self._current.get()
-        if current is not None and not current.is_released:
+        current = self.current()
+        if current is not None:
             raise GradwireError(
                 f"Already have an autograd context id for this thread: {current.id}. "
                 "Contexts do not nest: end that one first"
@@ -225,6 +232,8 @@ class Contexts:
 
     def current(self) -> Context | None:
         context = self._current.get()
+        if context is _UNSET and inherited is not None:
+            context = inherited(self)
         return None if context is None or context.is_released else context
 
     @contextmanager

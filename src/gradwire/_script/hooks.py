@@ -22,7 +22,7 @@ import torch
 from torch.jit import _builtins, _recursive
 
 from .._rpc.function_runner import is_async_execution
-from . import calls, frontends, pickling, references, rewriting, takers
+from . import calls, frontends, pickling, references, rewriting, scope, takers
 from .frontends import Frontend
 
 _frontend: Any = torch.jit.frontend
@@ -45,6 +45,7 @@ def install(face: Frontend) -> None:
     frontends.add(face)
     references.install(face.reference)
     pickling.register()
+    scope.install()
     for operator, function in face.operators.items():
         _table._register_builtin(function, operator)
     if is_first:

@@ -111,20 +111,17 @@ def _call(way: str, given: tuple[Any, ...]) -> Any:
 
 
 def _rpc_async(*given: Any) -> Raw:
-    with scope.entered():
-        return _raw(_call("rpc_async", given))
+    return _raw(_call("rpc_async", given))
 
 
 def _rpc_sync(*given: Any) -> Raw:
-    with scope.entered() as is_torchs_thread:
-        if is_torchs_thread:  # one of few: blocked, they could deadlock
-            return _raw(_call("rpc_async", given))
-        return done(_call("rpc_sync", given))
+    if scope.inherited():  # one of torch's few threads: blocked, they could deadlock
+        return _raw(_call("rpc_async", given))
+    return done(_call("rpc_sync", given))
 
 
 def _remote(*given: Any) -> Raw:
-    with scope.entered():
-        return done(_call("remote", given))
+    return done(_call("remote", given))
 
 
 def _raw(call: torch.futures.Future[Any]) -> Raw:
@@ -145,29 +142,27 @@ def _raw(call: torch.futures.Future[Any]) -> Raw:
 
 
 def _to_here(box: Raw, timeout: float, is_module: bool) -> Raw:
-    with scope.entered() as is_torchs_thread:
-        rref = box.value()
-        if is_module and not rref.is_owner():
-            raise RuntimeError(
-                f"{rref} is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
-                f"{rref.owner()}: a script would get a copy of it. Use it there"
-            )
-        if is_torchs_thread:  # as in `_rpc_sync`
-            return _raw(rref.to_here_async(None if timeout < 0 else timeout))
-        return done(rref.to_here() if timeout < 0 else rref.to_here(timeout))
+    rref = box.value()
+    if is_module and not rref.is_owner():
+        raise RuntimeError(
+            f"{rref} is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
+            f"{rref.owner()}: a script would get a copy of it. Use it there"
+        )
+    if scope.inherited():  # as in `_rpc_sync`
+        return _raw(rref.to_here_async(None if timeout < 0 else timeout))
+    return done(rref.to_here() if timeout < 0 else rref.to_here(timeout))
 
 
 def _local_value(box: Raw) -> Raw:
-    with scope.entered() as is_torchs_thread:
-        rref = box.value()
-        if not rref.is_owner():
-            raise RuntimeError(
-                f"Can't call RRef.local_value() on a non-owner RRef: {rref} is owned by "
-                f"{rref.owner_name()!r}"
-            )
-        if is_torchs_thread:
-            return _raw(rref.to_here_async())
-        return done(rref.local_value())
+    rref = box.value()
+    if not rref.is_owner():
+        raise RuntimeError(
+            f"Can't call RRef.local_value() on a non-owner RRef: {rref} is owned by "
+            f"{rref.owner_name()!r}"
+        )
+    if scope.inherited():
+        return _raw(rref.to_here_async())
+    return done(rref.local_value())
 
 
 def _owner(box: Raw) -> tuple[str, int]:
@@ -180,18 +175,6 @@ def _take_rref(value: Any) -> Raw:
 
 
 # Backward
-
-
-def _get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
-    with scope.entered():
-        return api.get_gradients(context_id)
-
-
-def _backward(
-    context_id: int, roots: list[torch.Tensor], retain_graph: bool = False
-) -> None:
-    with scope.entered():
-        api.backward(context_id, roots, retain_graph)
 
 
 _CALL = "(str frontend, Any to, str function, Any args, Any kwargs, float timeout)"
@@ -208,8 +191,8 @@ _operators: dict[str, Callable[..., Any]] = {
     f"is_owner{_BOX} -> bool": lambda box: box.value().is_owner(),
     f"confirmed_by_owner{_BOX} -> bool": lambda box: box.value().confirmed_by_owner(),
     "take_rref(Any value) -> Future(int)": _take_rref,
-    "get_gradients(int context_id) -> Dict(Tensor, Tensor)": _get_gradients,
-    "dist_backward(int context_id, Tensor[] roots, bool retain_graph=False) -> ()": _backward,
+    "get_gradients(int context_id) -> Dict(Tensor, Tensor)": api.get_gradients,
+    "dist_backward(int context_id, Tensor[] roots, bool retain_graph=False) -> ()": api.backward,
     f"dump{_BOX} -> str": lambda box: pickled.dump(box.value()),
     "load(str token) -> Future(int)": lambda token: done(pickled.load(token)),
 }

@@ -2,8 +2,9 @@
 
 A script that has waited goes on in a thread of torch's, and so does what it forks: threads that
 know no variables of ours. torch hands them its own thread-local state, and in that it has room for
-objects of Python. So a script whose calls may come from there begins with `enter`, which leaves a
-note of the worker and the context in that place.
+objects of Python. So a script whose calls may come from there begins with `note`, which leaves a
+note of the worker and the context in that place. Whoever asks for the current worker or context in
+such a thread, be it an operator or Python that the script runs, is told those of the note.
 
 A note is an object of Python, so whatever lets go of it takes Python's lock. A thread's own state
 goes when the thread does, which is after Python has forgotten it: if Python ends at that moment,
@@ -12,8 +13,9 @@ versions of torch (2.6, 2.9) have no function for that: there, the end of the pr
 threads that are about to go.
 
 Private torch names, and what breaks without them: `_stash_obj_in_tls` and its kin (torch's own
-checkpointing uses them). Scripts would lose context and worker where they wait or fork. Older ones
-(2.6) give up a reference to the object that they have never taken: we take it for them.
+checkpointing uses them) and `_current_graph_task_id`. Scripts would lose context and worker where
+they wait or fork. Older ones (2.6) give up a reference to the object that they have never taken: we
+take it for them.
 """
 
 from __future__ import annotations
@@ -26,13 +28,12 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
-from ..api import current_worker, enter
+from .. import api
+from .._autograd import contexts
 from ..errors import ClosedError
 
 _KEY = "gradwire.script"
@@ -121,7 +122,7 @@ def note() -> None:
     if _here.departure is None and _is_pythons():
         _here.departure = _Departure()
     try:
-        worker = current_worker()
+        worker = api.current_worker()
     except ClosedError:
         _stash(None)
         return
@@ -138,25 +139,36 @@ def _is_pythons() -> bool:
 
 
 def inherited() -> _Note | None:
-    """The note of the thread that began this script, if that was another one."""
-    if not torch._C._is_key_in_tls(_KEY):
+    """The note of the thread that began this script, if that was another one.
+
+    torch's autograd engine hands the state to its threads as well. What hooks do there is no part
+    of a script, and the note may be of one that has ended long ago.
+    """
+    if not torch._C._is_key_in_tls(_KEY) or torch._C._current_graph_task_id() >= 0:
         return None
     found: _Note | None = torch._C._get_obj_in_tls(_KEY)
     return None if found is None or found.thread is _here.thread else found
 
 
-@contextmanager
-def entered() -> Iterator[bool]:
-    """Be where the script was begun; whether this is a thread of torch's."""
+def install() -> None:
+    """Have all that runs in a thread of torch's, Python included, be where its script was begun.
+
+    It is not taken out: scripts that are compiled continue to work.
+    """
+    api.inherited = _inherited_worker
+    contexts.inherited = _inherited_context
+
+
+def _inherited_worker() -> Any:
     found = inherited()
-    worker = None if found is None else found.worker()
-    if found is None or worker is None:
-        yield False
-        return
-    context = None if found.context is None else found.context()
-    before = enter(worker)
-    try:
-        with worker.autograd.contexts.entered(context):
-            yield True
-    finally:
-        enter(before)
+    return None if found is None else found.worker()
+
+
+def _inherited_context(asked: contexts.Contexts) -> contexts.Context | None:
+    """The context of a script; None if that is of another worker than the one that asks."""
+    found = inherited()
+    if found is None or found.context is None:
+        return None
+    worker = found.worker()
+    is_its_own = worker is not None and worker.autograd.contexts is asked
+    return found.context() if is_its_own else None
