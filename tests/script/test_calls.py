@@ -379,6 +379,57 @@ def test_one_that_torchscript_cannot_take_is_refused_when_scripting(
         script(call)
 
 
+def for_scripts_or_not(x: Tensor) -> Tensor:
+    if torch.jit.is_scripting():
+        return gw.rpc_sync("worker1", add, (x, x))
+    else:  # noqa: RET505
+        return gw.rpc_sync("worker1", not_for_scripts, (x,))
+
+
+def for_scripts_first(x: Tensor) -> Tensor:
+    if torch.jit.is_scripting():
+        return gw.rpc_sync("worker1", add, (x, x))
+    return gw.rpc_sync("worker1", torch.add, (x, x), retries=1)
+
+
+def not_for_scripts_first(x: Tensor) -> Tensor:
+    if not torch.jit.is_scripting():
+        return gw.rpc_async("worker1", here.in_python, (x,)).wait()
+    return gw.remote("worker1", add, (x, x)).to_here()
+
+
+class OnlyWithAnother(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.other is not None:
+            return gw.rpc_sync(self.other, lambda x: x, (x,))
+        return x + x
+
+
+BRANCHES = [
+    for_scripts_or_not,
+    for_scripts_first,
+    not_for_scripts_first,
+    OnlyWithAnother(),
+]
+
+
+@pytest.mark.parametrize("value", BRANCHES)
+def test_branches_that_torchscript_leaves_out_may_hold_any_call(
+    world: World, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripted: list[Any] = []
+    parse = torch.jit.frontend.parse_def
+    monkeypatch.setattr(
+        "torch.jit.frontend.parse_def", lambda f: (scripted.append(f), parse(f))[1]
+    )
+    assert script(value)(ONES).tolist() == [2, 2]
+    assert not {here.in_python, not_for_scripts} & {*scripted}
+
+
 def calls_a_name(x: Tensor, function: str) -> Tensor:
     return gw.rpc_sync("worker1", function, (x,))
 

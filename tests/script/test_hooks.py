@@ -22,6 +22,7 @@ def hooks() -> list[object]:
         torch.jit.annotations.try_ann_to_type,
         torch._C._jit_try_infer_type,
         torch.jit._recursive.get_annotations,
+        torch.jit._recursive.try_compile_fn,
         torch.jit.load,
     ]
 

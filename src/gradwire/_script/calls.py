@@ -9,22 +9,25 @@ from __future__ import annotations
 
 import builtins
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .._rpc.function_runner import is_async_execution
-from . import compiler
+from . import compiler, targets
 from .conversions import finisher, typer
 from .references import reference_to
 from .types import annotation, awaited, kind_of
 
 names: dict[str, Any] = {}
-"""By the name that rewritten scripts have for it, what was generated."""
+"""By the name that rewritten scripts have for it, what stands for something generated."""
 
 _numbers = itertools.count()
-_names: dict[tuple[str, ...], str] = {}
+_names: dict[Any, str] = {}
 _packers: dict[str, Any] = {}
+_generated: dict[Any, Any] = {}
+"""By the function of Python that stands for it and makes it; None until then."""
 
 
 def arguments_of(function: Any) -> str:
@@ -55,16 +58,40 @@ def _make_packer(function: Any) -> Any:
     return compiler.function(source, known, defaults)
 
 
-def calling(frontend: str, way: str, function: Any, target: str) -> str:
-    """The name of the function that calls another one, which goes by `target`, on a worker."""
+def calling(frontend: str, way: str, function: Any) -> str:
+    """The name of the function that calls another one on a worker."""
+    target = function.qualified_name
     key = (frontend, way, target)
+    return _named(key, lambda: _make_call(frontend, way, function, target))
+
+
+def refused(frontend: str, way: str, script: Callable[[], Any]) -> tuple[str, str]:
+    """The names of both functions for one of Python, which `script` compiles.
+
+    As in torch, such a call is refused when it is made.
+    """
+
+    def make() -> Any:
+        function = script()
+        target = targets.PYTHON + function.qualified_name
+        return _make_call(frontend, way, function, target)
+
+    return _named(object(), lambda: packer(script())), _named(object(), make)
+
+
+def error(refusal: Callable[[], Exception]) -> str:
+    """The name of what cannot be compiled: the compiler gets this error."""
+
+    def make() -> Any:
+        raise refusal()
+
+    return _named(object(), make)
+
+
+def _make_call(frontend: str, way: str, function: Any, target: str) -> Any:
     kind = function.schema.returns[0].type
     if is_async_execution(function):  # the caller gets the value of the future
         kind = awaited(kind)
-    return _named(key, lambda: _make_call(*key, kind))
-
-
-def _make_call(frontend: str, way: str, target: str, kind: Any) -> Any:
     operator = (
         f"torch.ops.gradwire.{way}({frontend!r}, to, {target!r}, args, kwargs, timeout)"
     )
@@ -90,22 +117,45 @@ def _make_call(frontend: str, way: str, target: str, kind: Any) -> Any:
     return compiler.function(source, known, {})
 
 
-def _named(key: tuple[str, ...], make: Any) -> str:
-    """The name in the namespace of what is made once for a key."""
+def _named(key: Any, make: Callable[[], Any]) -> str:
+    """The name of what `make` makes, once for each key, when the compiler comes to it.
+
+    That is never where it leaves out a branch: what stands there may be for Python only.
+    """
     with compiler.lock:
         if key not in _names:
-            name = _names[key] = f"__gw{next(_numbers)}"  # short: the source is, too
-            names[name] = make()
-            if is_enabled:
-                setattr(builtins, name, names[name])
+            _names[key] = _put(make)
+            _generated[make] = None
     return _names[key]
+
+
+def _put(value: Any) -> str:
+    """A name that scripts have for something."""
+    name = f"__gw{next(_numbers)}"  # short: the source is, too
+    names[name] = value
+    if is_enabled:
+        setattr(builtins, name, value)
+    return name
+
+
+def generated(function: Any) -> Any:
+    """What is in the place of a function of Python; None for those of others."""
+    if function not in _generated:
+        return None
+    with compiler.lock:
+        if _generated[function] is None:
+            _generated[function] = function()
+    return _generated[function]
 
 
 def reference(inner: Any) -> str:
     """The name of the class of `RRef[T]`, for an annotation T."""
     kind = kind_of(inner)
     key = ("RRef", kind.annotation_str)
-    return _named(key, lambda: annotation(reference_to(kind)))
+    with compiler.lock:
+        if key not in _names:
+            _names[key] = _put(annotation(reference_to(kind)))
+    return _names[key]
 
 
 def typed_future(inner: Any) -> str:

@@ -2,12 +2,13 @@
 
 Private torch names, and what breaks without them: `torch.jit.frontend.parse_def`, which every
 function, method and class passes on its way to the compiler (calls would not be rewritten);
-`torch.jit.annotations.try_ann_to_type` (public; `RRef[T]` would be torch's own type);
+`torch.jit._recursive.try_compile_fn`, which the compiler asks about functions of Python when it
+comes to them (what is generated for a call would not be found); `get_annotations` there, which from
+torch 2.15 on sees those of classes only (handles of remote modules, which have their own, could not
+be scripted); `torch.jit.annotations.try_ann_to_type` (public; `RRef[T]` would be torch's own type);
 `torch._C._jit_try_infer_type` (references in attributes would need annotations);
-`torch.jit._recursive.get_annotations`, which from torch 2.15 on sees those of classes only (handles
-of remote modules, which have their own, could not be scripted); `torch.jit._builtins`, the table of
-functions that are operators (`backward`, `get_gradients`); `torch._C.PyTorchFileReader` (a new
-process could not load modules that make calls).
+`torch.jit._builtins`, the table of functions that are operators (`backward`, `get_gradients`);
+`torch._C.PyTorchFileReader` (a new process could not load modules that make calls).
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ _parse_def = _frontend.parse_def
 _try_ann_to_type = _annotations.try_ann_to_type
 _infer_type = _core._jit_try_infer_type
 _get_annotations = _modules.get_annotations
+_try_compile_fn = _modules.try_compile_fn
 _jit: Any = torch.jit
 _load = _jit.load
 
@@ -55,6 +57,7 @@ def install(face: Frontend) -> None:
         _core._jit_try_infer_type = infer_type
         _jit.load = load
         _modules.get_annotations = get_annotations
+        _modules.try_compile_fn = try_compile_fn
 
 
 def uninstall(face: Frontend) -> None:
@@ -71,6 +74,7 @@ def uninstall(face: Frontend) -> None:
         _core._jit_try_infer_type = _infer_type
         _jit.load = _load
         _modules.get_annotations = _get_annotations
+        _modules.try_compile_fn = _try_compile_fn
 
 
 def parse_def(function: Any) -> Any:
@@ -114,6 +118,12 @@ def get_annotations(found: Any) -> Any:
     if isinstance(found, torch.nn.Module) and "__annotations__" in vars(found):
         return found.__annotations__
     return _get_annotations(found)
+
+
+def try_compile_fn(function: Any, where: Any) -> Any:
+    """What torch's own returns; for what stands for something generated, that."""
+    made = calls.generated(function)
+    return _try_compile_fn(function, where) if made is None else made
 
 
 def load(f: Any, *given: Any, **more: Any) -> Any:

@@ -9,7 +9,8 @@ becomes, with functions that `calls.py` generates,
 TorchScript has no values that are functions, so `f` has to be a name that is known when the script
 is compiled, as it has to be with torch's own RPC. Names are looked up as Python would; those that
 the function itself assigns are left alone. New nodes stand where the call stood, for error
-messages.
+messages. What cannot be called is refused only when the compiler comes to it: it leaves out the
+branches that are for Python, such as the other side of `if torch.jit.is_scripting()`.
 
 A future that Python passes in holds an object of Python, of which a script can make nothing: so a
 function that takes a `Future[T]` begins by making one of its own of it.
@@ -24,16 +25,21 @@ import builtins
 import copy
 import inspect
 import typing
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch._jit_internal import get_closure
 from torch.jit.frontend import NotSupportedError
 
-from . import calls, compiler, frontends, targets
+from . import calls, compiler, frontends
 
 _PARAMETERS = ("to", "func", "args", "kwargs", "timeout")
 _SWITCHING = torch.jit.fork, torch.jit._fork, torch.jit.wait, torch.jit._wait
+
+_under_way: list[Any] = []
+"""The functions of Python that are being compiled, because others call them."""
 
 
 def rewrite(function: Any, parsed: Any) -> None:
@@ -124,9 +130,21 @@ class _Calls(ast.NodeTransformer):
 
     def _call(self, node: ast.Call, frontend: str, way: str) -> ast.AST:
         given = self._given(node)
-        function, target = self._target(node, given["func"])
-        packed = ast.Call(_helper(calls.arguments_of(function)), [], [])
-        packed.args = _positional(given.get("args"))
+        if given is None:
+            return self._refused(node, f"takes {', '.join(_PARAMETERS)}")
+        function = self._names.find(given["func"])
+        if isinstance(function, torch.jit.ScriptFunction):
+            packer = calls.arguments_of(function)
+            caller = calls.calling(frontend, way, function)
+        elif inspect.isfunction(function):
+            why = "it is a Python function: decorate it with @torch.jit.script"
+            refusal = self._refusal(node, _cannot_call(given["func"], why))
+            script = partial(_scripted, function, refusal)
+            packer, caller = calls.refused(frontend, way, script)
+        else:
+            why = "name a scripted function that is known when the script is compiled"
+            return self._refused(node, _cannot_call(given["func"], why))
+        packed = ast.Call(_helper(packer), _positional(given.get("args")), [])
         kwargs = given.get("kwargs", ast.Constant(None))
         if isinstance(kwargs, ast.Dict) and all(map(_is_text, kwargs.keys)):
             pairs = zip(kwargs.keys, kwargs.values, strict=True)
@@ -136,43 +154,51 @@ class _Calls(ast.NodeTransformer):
         if timeout is None or _is_none(timeout):
             timeout = ast.Constant(-1.0)
         timeout = ast.Call(ast.Name("float", ast.Load()), [timeout], [])
-        made = ast.Call(
-            _helper(calls.calling(frontend, way, function, target)),
-            [given["to"], packed, kwargs, timeout],
-            [],
-        )
-        placed: ast.AST = _placed(made, node)
+        arguments = [given["to"], packed, kwargs, timeout]
+        placed: ast.AST = _placed(ast.Call(_helper(caller), arguments, []), node)
         return placed
 
-    def _given(self, node: ast.Call) -> dict[str, ast.expr]:
-        """The arguments of a call, by parameter."""
+    def _given(self, node: ast.Call) -> dict[str, ast.expr] | None:
+        """The arguments of a call, by parameter; None if it does not take them."""
         keywords = {keyword.arg or "**": keyword.value for keyword in node.keywords}
         given = dict(zip(_PARAMETERS, node.args, strict=False)) | keywords
         is_fit = {"to", "func"} <= given.keys() <= set(_PARAMETERS)
-        if not is_fit or len(given) < len(node.args) + len(node.keywords):
-            raise self._refuse(node, f"takes {', '.join(_PARAMETERS)}")
-        return given
+        is_whole = len(given) == len(node.args) + len(node.keywords)
+        return given if is_fit and is_whole else None
 
-    def _target(self, node: ast.Call, named: ast.expr) -> tuple[Any, str]:
-        """The scripted function that is called, and the name it goes by."""
-        function = self._names.find(named)
-        if isinstance(function, torch.jit.ScriptFunction):
-            return function, function.qualified_name
-        why = "name a scripted function that is known when the script is compiled"
-        if inspect.isfunction(function):
-            try:
-                scripted = compiler.script(function)
-            except Exception:  # noqa: BLE001 any code
-                why = "it is a Python function: decorate it with @torch.jit.script"
-            else:  # as in torch, the call will be refused when it is made
-                return scripted, targets.PYTHON + scripted.qualified_name
-        what = f"cannot call {ast.unparse(named)!r} from a script: {why}"
-        raise self._refuse(node, what)
+    def _refused(self, node: ast.Call, why: str) -> ast.AST:
+        """An expression that the compiler rejects if it comes to it."""
+        helper = _helper(calls.error(self._refusal(node, why)))
+        placed: ast.AST = _placed(ast.Call(helper, [], []), node)
+        return placed
 
-    def _refuse(self, node: ast.Call, why: str) -> NotSupportedError:
+    def _refusal(self, node: ast.Call, why: str) -> Callable[[], Exception]:
+        """Makes the error."""
         start = node.col_offset
         where = self._context.make_range(node.lineno, start, start + 1)
-        return NotSupportedError(where, f"{ast.unparse(node.func)} {why}")
+        return partial(NotSupportedError, where, f"{ast.unparse(node.func)} {why}")
+
+
+def _scripted(function: Any, refusal: Callable[[], Exception]) -> Any:
+    """A function of Python as a script.
+
+    Raises:
+        Exception: that of `refusal`: it cannot be one, or calls itself, maybe by others.
+    """
+    with compiler.lock:
+        if function in _under_way:
+            raise refusal()
+        _under_way.append(function)
+        try:
+            return compiler.script(function)
+        except Exception:  # noqa: BLE001 any code
+            raise refusal() from None
+        finally:
+            _under_way.pop()
+
+
+def _cannot_call(named: ast.expr, why: str) -> str:
+    return f"cannot call {ast.unparse(named)!r} from a script: {why}"
 
 
 def _annotated(names: _Names, node: Any) -> Any:
