@@ -111,6 +111,7 @@ def main(rank):
             loss = rpc.rpc_sync("worker1", torch.mul, args=(w, 3)).sum()
             torch._C._distributed_autograd.backward(context_id, [loss])
             print(torch._C._distributed_autograd.get_gradients(context_id)[w].tolist())
+            print(sorted(dist_autograd._get_debug_info().items()))
     rpc.shutdown()
     if rank == 0:
         print(_is_current_rpc_agent_set())
@@ -126,5 +127,6 @@ if __name__ == "__main__":
         "False True",
         "4",
         "[3.0, 3.0]",
+        "[('num_autograd_contexts', 1), ('num_current_backward_passes', 0)]",
         "False",
     ], done.stderr

@@ -86,8 +86,9 @@ def _get_max_id() -> int:
     return (worker << _COUNT_BITS) + (1 << _COUNT_BITS) - 1
 
 
-def _get_debug_info() -> dict[str, str]:
-    return {key: str(value) for key, value in _autograd().debug_info().items()}
+def _get_debug_info() -> dict[str, int]:
+    found: dict[str, int] = _autograd().debug_info()
+    return found
 
 
 @uncompiled

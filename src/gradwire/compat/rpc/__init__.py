@@ -102,7 +102,7 @@ def _disable_jit_rref_pickle() -> None:
 
 
 @api._require_initialized
-def _get_debug_info() -> dict[str, str]:
+def _get_debug_info() -> dict[str, str | int]:
     agent: dict[str, str] = _state.get().get_debug_info()
     return {**_rref_context_get_debug_info(), **agent, **_autograd._get_debug_info()}
 
