@@ -146,7 +146,7 @@ def test_a_way_runs_the_tasks_that_it_can() -> None:
 
     plain = Caller(sync=call, start=call)
     left_out = {task.needs for task in TASKS if not task.can_run(plain)}
-    assert left_out == {"remote", "autograd", "optimizer"}
+    assert left_out == {"remote", "autograd", "optimizer", "scripted"}
 
 
 def test_rivals_are_measured_where_they_are_installed(

@@ -124,6 +124,8 @@ def _answers(caller: Caller) -> None:
 
 
 def _pair(rank: int, port: int) -> None:
+    from . import scripted
+
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
     if rank == 0:
@@ -135,6 +137,7 @@ def _pair(rank: int, port: int) -> None:
                 autograd=dist_autograd,
                 own=rpc.RRef,
                 optimizer=DistributedOptimizer,
+                scripted=scripted.call_add,
             )
         )
     rpc.shutdown()

@@ -37,6 +37,8 @@ class Caller:
     """A reference to a value of the calling worker."""
     optimizer: Any = None
     """The class `DistributedOptimizer`."""
+    scripted: Any = None
+    """A function that TorchScript has compiled: adds two tensors on the other worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +116,12 @@ def _remote(caller: Caller, count: int = 300) -> Sample:
     remote, tensors = caller.remote, _tensors()
     _warm_up(lambda: remote(functions.add, tensors).to_here())
     return _summary(_each(lambda: remote(functions.add, tensors).to_here(), count))
+
+
+def _scripted(caller: Caller, count: int = 400) -> Sample:
+    tensors = _tensors()
+    _warm_up(lambda: caller.scripted(*tensors))
+    return _summary(_each(lambda: caller.scripted(*tensors), count))
 
 
 Forward = Callable[[Caller, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -234,6 +242,7 @@ def _tensors() -> tuple[torch.Tensor, torch.Tensor]:
 TASKS = [
     Task("no-op call", _latency(functions.nothing, (), 400), 12, 7),
     Task("3×3 tensor add", _latency(functions.add, _tensors(), 400), 10),
+    Task("scripted 3×3 tensor add", _scripted, needs="scripted"),
     Task("one asynchronous add at a time", _one_async),
     Task("2,000 outstanding adds, each", _outstanding, 10),
     Task("remote 3×3 add, to_here", _remote, 8, needs="remote"),
