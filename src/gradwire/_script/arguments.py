@@ -21,7 +21,12 @@ def check_arguments(function: Any, args: Any, kwargs: Any) -> None:
         takes, needs = _signature(function)
         if needs <= len(args) <= len(takes) and all(takes[: len(args)]):
             return
-    packer(function)(*args, **(kwargs or {}))
+    pack = packer(function)
+    try:
+        pack(*args, **(kwargs or {}))
+    except RuntimeError as error:  # declares what returns the arguments
+        words = str(error).replace(str(pack.schema), str(function.schema))
+        raise RuntimeError(words) from None
 
 
 @lru_cache(maxsize=4096)
