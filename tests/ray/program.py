@@ -42,7 +42,8 @@ def actors_that_join() -> None:
 
 
 if __name__ == "__main__":
-    ray.init(num_cpus=3, include_dashboard=False, logging_level="ERROR")
+    # "local": a new cluster, even if one runs on this machine.
+    ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR")
     a_world()
     actors_that_join()
     said["left"] = on.left_behind()

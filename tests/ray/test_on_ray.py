@@ -2,26 +2,46 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.processes import PATHS
 
+ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
+ENVIRONMENT.pop("RAY_ADDRESS", None)  # a cluster that runs is none of ours
 
-@pytest.mark.slow
-@pytest.mark.timeout(150)  # Ray starts six processes, and each of ours loads torch
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.timeout(400),  # one may wait for the other
+]
+
+
+@pytest.fixture(autouse=True)
+def one_cluster_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cluster is a dozen processes, half of which load torch: no others meanwhile.
+
+    Other tests may run in other processes of pytest; all have this folder in common.
+    """
+    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def test_a_world_on_ray() -> None:
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-m", "tests.ray.program"],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        env={**ENVIRONMENT, "RAY_ADDRESS": "127.0.0.1:1"},  # another cluster: not used
         capture_output=True,
         text=True,
         check=False,
+        timeout=180,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     said = json.loads(done.stdout.splitlines()[-1])
@@ -36,8 +56,6 @@ def test_a_world_on_ray() -> None:
     }
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(180)  # two nodes, and four actors that load torch
 def test_the_benchmark_measures_between_two_nodes(tmp_path: Path) -> None:
     figures = tmp_path / "figures.json"
     rows = ["3×3 tensor add", "tiny forward and backward"]
@@ -53,10 +71,11 @@ def test_the_benchmark_measures_between_two_nodes(tmp_path: Path) -> None:
             "--json",
             figures,
         ],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))},
+        env=ENVIRONMENT,
         capture_output=True,
         text=True,
         check=False,
+        timeout=180,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     add, backward = (json.loads(figures.read_text())["loops"][row] for row in rows)

@@ -65,7 +65,8 @@ def ray_caller() -> Caller:
     """Calls of an actor on a node of its own."""
     import ray
 
-    ray.init(num_cpus=1, include_dashboard=False, logging_level="ERROR")
+    # "local": a new cluster, even if one runs on this machine.
+    ray.init("local", num_cpus=1, include_dashboard=False, logging_level="ERROR")
     return caller_of(ray.remote(Server).remote())
 
 
