@@ -192,6 +192,13 @@ with gw.ray.World(2, name="staying", detached=True):
     train(PATH / "stormy", {7: lambda: os._exit(0)})
 """
 SECOND = """
+for detached in (True, False):
+    try:
+        gw.ray.World(1, name="staying", detached=detached).__enter__()
+    except ValueError as error:
+        assert "join it" in str(error), error
+    else:
+        raise AssertionError("a second world of this name")
 with gw.ray.join("staying", name="driver"):
     after = train(PATH / "stormy", {})
     assert min(after) == 5, after

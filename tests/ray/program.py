@@ -18,7 +18,9 @@ said: dict[str, Any] = {}
 
 
 def a_world() -> None:
-    with gw.ray.World(2, max_restarts=1, on_restart=on.note_restart):
+    with gw.ray.World(2, max_restarts=1, on_restart=on.note_restart) as world:
+        said["made twice"] = refusal(gw.ray.World(1, name=world.name))
+        said["entered twice"] = refusal(world)
         said["world"] = [info.name for info in gw.get_worker_infos()]
         said["apart"] = on.differ_from_local("worker0", "worker1")
         before = gw.rpc_sync("worker1", on.process)
@@ -33,12 +35,22 @@ def a_world() -> None:
 def actors_that_join() -> None:
     learner = on.Learner.remote("class", "learner")
     ray.get(learner.ready.remote())
+    said["made over it"] = refusal(gw.ray.World(1, name="class"))
     with gw.ray.join("class", name="teacher"):
         found = gw.rpc_sync("learner", torch.add, (torch.ones(2), 1))
         said["learner"] = found.tolist()
         ray.get(learner.leave.remote())
     gw.ray.end("class")
     ray.kill(learner)
+
+
+def refusal(world: gw.ray.World) -> str:
+    """Why it cannot be entered."""
+    try:
+        with world:
+            return ""
+    except ValueError as error:
+        return str(error)
 
 
 if __name__ == "__main__":

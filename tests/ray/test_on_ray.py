@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -48,6 +49,9 @@ def test_a_world_on_ray() -> None:
     assert said.pop("apart") < 1e-5
     assert said.pop("apart again") < 1e-5
     assert sorted(said.pop("world")) == ["driver", "worker0", "worker1"]
+    exists = r"a world named '[\w-]+' exists: join it \(gw.ray.join\) or end it .*"
+    for attempt in ("made twice", "entered twice", "made over it"):
+        assert re.fullmatch(exists, said.pop(attempt))
     assert said == {
         "is another": True,
         "restored": [[], ["worker1"]],

@@ -85,21 +85,39 @@ class Directory:
             _internal_kv_del(self._prefix, del_by_prefix=True)
 
 
-def directory(world: str, *, detached: bool) -> Any:
-    """The directory of a world, created if there is none. A detached one outlives its creator."""
-    options: dict[str, Any] = {
-        "name": f"gradwire-{world}",
-        "namespace": NAMESPACE,
-        "get_if_exists": True,
-        "num_cpus": 0,
-    }
+_DETACHED = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": -1}
+
+
+def directory(world: str) -> Any:
+    """The directory of a world that anyone may join. The first to ask creates it, detached."""
+    return _actor(world, get_if_exists=True, **_DETACHED).remote(world, True)
+
+
+def new_directory(world: str, *, detached: bool) -> Any:
+    """The directory of a new world. A detached one outlives its creator.
+
+    Raises:
+        ValueError: there is a world of this name.
+    """
     if detached:
-        options |= {"lifetime": "detached", "max_restarts": -1, "max_task_retries": -1}
+        options = _DETACHED
     else:
         here = ray.get_runtime_context().get_node_id()
         strategy = NodeAffinitySchedulingStrategy(here, soft=False)
-        options["scheduling_strategy"] = strategy
-    return ray.remote(Directory).options(**options).remote(world, detached)
+        options = {"scheduling_strategy": strategy}
+    try:
+        return _actor(world, **options).remote(world, detached)
+    except ValueError as error:  # Ray's, which creates a named actor atomically
+        raise ValueError(
+            f"a world named {world!r} exists: join it (gw.ray.join) or end it (gw.ray.end)"
+        ) from error
+
+
+def _actor(world: str, **options: Any) -> Any:
+    name = f"gradwire-{world}"
+    return ray.remote(Directory).options(
+        name=name, namespace=NAMESPACE, num_cpus=0, **options
+    )
 
 
 class RayStore(Store):

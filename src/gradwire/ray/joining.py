@@ -19,7 +19,7 @@ def join(world: str, name: str, **options: Any) -> Worker:
     The first to join creates the world; it lives until `end`, or as long as the cluster. An actor
     restarted by Ray comes back under its name. Further keywords are fields of `Options`.
     """
-    return join_at(directory(world, detached=True), name, options)
+    return join_at(directory(world), name, options)
 
 
 def join_at(actor: Any, name: str, options: dict[str, Any]) -> Worker:

@@ -11,7 +11,7 @@ from ray.train.backend import Backend
 from ray.train.torch import TorchConfig
 
 from ..api import set_place
-from .directory import NAMESPACE, RayStore, directory
+from .directory import NAMESPACE, RayStore, new_directory
 
 
 @dataclass
@@ -44,7 +44,7 @@ class GradwireBackend(Backend):  # type: ignore[misc]
         backend_config.torch_backend().on_start(worker_group, backend_config)
         self._forget()
         world = f"train-{uuid.uuid4().hex}"
-        self._directory = directory(world, detached=False)
+        self._directory = new_directory(world, detached=False)
         size = len(worker_group)
         for rank in range(size):
             worker_group.execute_single(rank, _enter, f"gradwire-{world}", rank, size)

@@ -19,7 +19,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..errors import GradwireError
 from ..options import Options
 from ..worker import Worker
-from .directory import GROUP, NAMESPACE, directory
+from .directory import GROUP, NAMESPACE, new_directory
 from .joining import join_at
 from .member import Member, OnRestart
 from .watch import Watch
@@ -38,8 +38,10 @@ class World:
     a new one with this `strategy`). Ray restarts a lost worker up to `max_restarts` times (-1:
     always), and it rejoins under its name, after `on_restart(name)` has run there. A `detached`
     world has a name and outlives the driver: `join` it from another, and `end` it. Further keywords
-        are fields of
-    `Options`.
+    are fields of `Options`.
+
+    Raises:
+        ValueError: there is a world of this name.
     """
 
     def __init__(  # noqa: PLR0913 what Ray can be asked for
@@ -64,8 +66,8 @@ class World:
         self.name = name or f"world-{uuid.uuid4().hex}"
         self._names = [f"worker{number}" for number in range(workers)]
         self._resources = {"CPU": 1.0} if resources is None else resources
-        self._group = placement_group
-        self._owns_group = False
+        self._given_group = placement_group
+        self._own_group: PlacementGroup | None = None
         self._strategy = strategy
         self._settings = {"max_restarts": max_restarts, "runtime_env": runtime_env}
         self._on_restart = on_restart
@@ -79,6 +81,8 @@ class World:
         """The driver's own."""
 
     def __enter__(self) -> World:
+        # Before `try`: what is closed there is this object's own, never a world that exists.
+        self._directory = new_directory(self.name, detached=self._detached)
         try:
             self._start()
         except BaseException:
@@ -103,33 +107,30 @@ class World:
             self._close()
 
     def _start(self) -> None:
-        self._directory = directory(self.name, detached=self._detached)
-        self._place()
-        self._actors = [self._actor(name) for name in self._names]
+        patience = Options(**self._options).join_timeout
+        group = self._given_group or get_current_placement_group()
+        if group is None:
+            group = self._new_group(patience)
+        self._actors = [self._actor(name, group) for name in self._names]
         ray.get([actor.number.remote() for actor in self._actors])
         self.worker = join_at(self._directory, self._driver, self._options)
         self._watch = Watch(self.worker, self._actors)
 
-    def _place(self) -> None:
-        """Find or create a placement group."""
-        self._group = self._group or get_current_placement_group()
-        if self._group is not None:
-            return
+    def _new_group(self, patience: float) -> PlacementGroup:
         bundles = [dict(self._resources) for _ in self._names]
         lifetime = "detached" if self._detached else None
-        self._group = placement_group(bundles, self._strategy, lifetime=lifetime)
-        self._owns_group = True
+        group = placement_group(bundles, self._strategy, lifetime=lifetime)
+        self._own_group = group
         if self._detached:
-            kept = pickle.dumps(self._group)
-            ray.get(self._directory.set.remote(GROUP, kept))
-        patience = Options(**self._options).join_timeout
-        if not self._group.wait(patience):
+            ray.get(self._directory.set.remote(GROUP, pickle.dumps(group)))
+        if not group.wait(patience):
             raise GradwireError(
                 f"the cluster had no room for {len(bundles)} workers with {self._resources} each "
                 f"within {patience:g} s (join_timeout); it has {ray.cluster_resources()}"
             )
+        return group
 
-    def _actor(self, name: str) -> Any:
+    def _actor(self, name: str, group: PlacementGroup) -> Any:
         others = dict(self._resources)
         options: dict[str, Any] = {
             **self._settings,
@@ -139,7 +140,7 @@ class World:
             "num_gpus": others.pop("GPU", 0),
             "resources": others,
             "max_concurrency": _THREADS,
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self._group),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(group),
         }
         if self._detached:
             options["lifetime"] = "detached"
@@ -153,16 +154,16 @@ class World:
             self._watch = None
 
     def _close(self) -> None:
-        """Release Ray's resources for this world; a detached one that existed before stays."""
+        """Release Ray's resources for this world; a detached one that has started stays."""
         self._stop_watching()
-        if self.worker is not None:
-            self.worker.close()
+        started, self.worker = self.worker, None
+        if started is not None:
+            started.close()
             if self._detached:
                 return
         for actor in self._actors:
             ray.kill(actor)
-        if self._directory is not None:
-            ray.get(self._directory.forget.remote())
-            ray.kill(self._directory)
-        if self._owns_group and self._group is not None:
-            remove_placement_group(self._group)
+        ray.get(self._directory.forget.remote())
+        ray.kill(self._directory)
+        if self._own_group is not None:
+            remove_placement_group(self._own_group)
