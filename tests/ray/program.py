@@ -10,6 +10,7 @@ from typing import Any
 
 import ray
 import torch
+from ray.util.placement_group import placement_group, remove_placement_group
 
 import gradwire as gw
 from tests.ray import functions as on
@@ -44,12 +45,23 @@ def actors_that_join() -> None:
     ray.kill(learner)
 
 
+def worlds_that_do_not_fit() -> None:
+    group = placement_group([{"CPU": 1}])
+    for world in (
+        gw.ray.World(2, placement_group=group, join_timeout=1),
+        gw.ray.World(2, resources={"CPU": 50}, join_timeout=1),
+        gw.ray.World(2, resources={}),
+    ):
+        said.setdefault("do not fit", []).append(refusal(world))
+    remove_placement_group(group)
+
+
 def refusal(world: gw.ray.World) -> str:
     """Why it cannot be entered."""
     try:
         with world:
             return ""
-    except ValueError as error:
+    except (ValueError, gw.GradwireError) as error:
         return str(error)
 
 
@@ -58,5 +70,6 @@ if __name__ == "__main__":
     ray.init("local", num_cpus=3, include_dashboard=False, logging_level="ERROR")
     a_world()
     actors_that_join()
+    worlds_that_do_not_fit()
     said["left"] = on.left_behind()
     sys.stdout.write(json.dumps(said) + "\n")

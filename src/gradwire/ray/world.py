@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.placement_group import (
     PlacementGroup,
     get_current_placement_group,
@@ -42,6 +43,7 @@ class World:
 
     Raises:
         ValueError: there is a world of this name.
+        GradwireError: the workers did not start within `join_timeout`.
     """
 
     def __init__(  # noqa: PLR0913 what Ray can be asked for
@@ -112,11 +114,15 @@ class World:
         if group is None:
             group = self._new_group(patience)
         self._actors = [self._actor(name, group) for name in self._names]
-        ray.get([actor.number.remote() for actor in self._actors])
+        self._wait_for_actors(group, patience)
         self.worker = join_at(self._directory, self._driver, self._options)
         self._watch = Watch(self.worker, self._actors)
 
     def _new_group(self, patience: float) -> PlacementGroup:
+        if not any(self._resources.values()):
+            raise ValueError(
+                f"resources={self._resources}: name what a worker needs, such as {{'CPU': 1}}"
+            )
         bundles = [dict(self._resources) for _ in self._names]
         lifetime = "detached" if self._detached else None
         group = placement_group(bundles, self._strategy, lifetime=lifetime)
@@ -129,6 +135,19 @@ class World:
                 f"within {patience:g} s (join_timeout); it has {ray.cluster_resources()}"
             )
         return group
+
+    def _wait_for_actors(self, group: PlacementGroup, patience: float) -> None:
+        """Wait until they have joined: Ray waits for ever for room in a group that has none."""
+        joined = [actor.number.remote() for actor in self._actors]
+        try:
+            ray.get(joined, timeout=patience)
+        except GetTimeoutError as error:
+            _, late = ray.wait(joined, num_returns=len(joined), timeout=0)
+            names = [self._names[joined.index(ref)] for ref in late]
+            raise GradwireError(
+                f"{', '.join(names)} did not start within {patience:g} s (join_timeout), with "
+                f"{self._resources} each in a placement group of {group.bundle_specs}"
+            ) from error
 
     def _actor(self, name: str, group: PlacementGroup) -> Any:
         others = dict(self._resources)
