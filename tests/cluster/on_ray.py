@@ -12,7 +12,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -242,12 +241,19 @@ def test_a_world_ends_with_its_driver(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def test_ray_is_believed_about_a_loss(cluster: Cluster) -> None:
-    """A worker that is stopped closes no connection; Ray says that its actor is gone."""
-    with gw.ray.World(2) as world:
-        lost = threading.Event()
-        gw.on_leave(lambda info: lost.set() if info.name == "worker1" else None)
+    """A worker that is stopped closes no connection; Ray says that its actor is gone.
+
+    Seconds later Ray ends its process, which closes its connections, too.
+    """
+    with gw.ray.World(2, heartbeat=600, host_heartbeat=600) as world:
+        worker1 = gw.rpc_sync("worker0", gw.rpc_sync, ("worker1", on.process))
+        assert gw.rpc_sync("worker1", on.process) == worker1  # all are connected
+        os.kill(worker1, signal.SIGSTOP)
+        on.call("worker1")
+        gw.rpc_sync("worker0", on.call, ("worker1",))
         ray.kill(world._actors[1])
-        assert lost.wait(60)
+        assert "Ray says" in on.why_the_call_failed()
+        assert "Ray says" in gw.rpc_sync("worker0", on.why_the_call_failed, timeout=0)
         assert [i.name for i in gw.get_worker_infos()] == ["worker0", "driver"]
 
 

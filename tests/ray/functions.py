@@ -74,6 +74,21 @@ def restored() -> list[str]:
     return _restored
 
 
+_calls: list[torch.futures.Future[int]] = []
+
+
+def call(worker: str) -> None:
+    """Start a call, which may never end."""
+    _calls.append(gw.rpc_async(worker, process, timeout=0))
+
+
+def why_the_call_failed() -> str:
+    try:
+        return f"it did not: {_calls.pop().wait()}"
+    except gw.WorkerLostError as error:
+        return str(error)
+
+
 @ray.remote(num_cpus=0)
 class Learner:
     """An actor of the user's own."""
