@@ -41,7 +41,9 @@ def actors_that_join() -> None:
         found = gw.rpc_sync("learner", torch.add, (torch.ones(2), 1))
         said["learner"] = found.tolist()
         ray.get(learner.leave.remote())
+    gw.ray.join("class-b", name="teacher").shutdown()
     gw.ray.end("class")
+    gw.ray.end("class-b")  # the end of the other was not its own
     ray.kill(learner)
 
 
@@ -51,6 +53,7 @@ def worlds_that_do_not_fit() -> None:
         gw.ray.World(2, placement_group=group, join_timeout=1),
         gw.ray.World(2, resources={"CPU": 50}, join_timeout=1),
         gw.ray.World(2, resources={}),
+        gw.ray.World(2, name="a/b"),
     ):
         said.setdefault("do not fit", []).append(refusal(world))
     remove_placement_group(group)

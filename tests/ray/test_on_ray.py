@@ -52,10 +52,11 @@ def test_a_world_on_ray() -> None:
     exists = r"a world named '[\w-]+' exists: join it \(gw.ray.join\) or end it .*"
     for attempt in ("made twice", "entered twice", "made over it"):
         assert re.fullmatch(exists, said.pop(attempt))
-    in_group, in_cluster, nowhere = said.pop("do not fit")
+    in_group, in_cluster, nowhere, slash = said.pop("do not fit")
     assert re.search(r"1 s .*{'CPU': 1.0} each in .* of \[{'CPU': 1.0}\]", in_group)
     assert re.search(r"had no room for 2 workers with {'CPU': 50} each", in_cluster)
     assert nowhere == "resources={}: name what a worker needs, such as {'CPU': 1}"
+    assert slash == "a world cannot be named 'a/b': leave out the '/'"
     assert said == {
         "is another": True,
         "restored": [[], ["worker1"]],

@@ -85,6 +85,11 @@ class Directory:
             _internal_kv_del(self._prefix, del_by_prefix=True)
 
 
+def member_name(world: str, worker: str) -> str:
+    """What Ray calls the actor of a worker; for no worker, how all of them begin."""
+    return f"gradwire-{world}/{worker}"
+
+
 _DETACHED = {"lifetime": "detached", "max_restarts": -1, "max_task_retries": -1}
 
 
@@ -105,8 +110,9 @@ def new_directory(world: str, *, detached: bool) -> Any:
         here = ray.get_runtime_context().get_node_id()
         strategy = NodeAffinitySchedulingStrategy(here, soft=False)
         options = {"scheduling_strategy": strategy}
+    create = _actor(world, **options)
     try:
-        return _actor(world, **options).remote(world, detached)
+        return create.remote(world, detached)
     except ValueError as error:  # Ray's, which creates a named actor atomically
         raise ValueError(
             f"a world named {world!r} exists: join it (gw.ray.join) or end it (gw.ray.end)"
@@ -114,6 +120,10 @@ def new_directory(world: str, *, detached: bool) -> Any:
 
 
 def _actor(world: str, **options: Any) -> Any:
+    if (
+        "/" in world
+    ):  # in Ray's tables, what is of a world begins with its name and a slash
+        raise ValueError(f"a world cannot be named {world!r}: leave out the '/'")
     name = f"gradwire-{world}"
     return ray.remote(Directory).options(
         name=name, namespace=NAMESPACE, num_cpus=0, **options

@@ -10,7 +10,7 @@ from ray.util.placement_group import remove_placement_group
 
 from ..api import init_rpc
 from ..worker import Worker
-from .directory import GROUP, NAMESPACE, RayStore, directory
+from .directory import GROUP, NAMESPACE, RayStore, directory, member_name
 
 
 def join(world: str, name: str, **options: Any) -> Worker:
@@ -38,10 +38,10 @@ def end(world: str) -> None:
     Raises:
         ValueError: there is no such world.
     """
-    prefix = f"gradwire-{world}"
-    table = ray.get_actor(prefix, namespace=NAMESPACE)
+    table = ray.get_actor(f"gradwire-{world}", namespace=NAMESPACE)
+    prefix = member_name(world, "")
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] == NAMESPACE and actor["name"].startswith(f"{prefix}-"):
+        if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix):
             ray.kill(ray.get_actor(actor["name"], namespace=NAMESPACE))
     group = ray.get(table.get.remote(GROUP))
     ray.get(table.forget.remote())

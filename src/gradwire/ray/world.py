@@ -20,7 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from ..errors import GradwireError
 from ..options import Options
 from ..worker import Worker
-from .directory import GROUP, NAMESPACE, new_directory
+from .directory import GROUP, NAMESPACE, member_name, new_directory
 from .joining import join_at
 from .member import Member, OnRestart
 from .watch import Watch
@@ -153,7 +153,7 @@ class World:
         others = dict(self._resources)
         options: dict[str, Any] = {
             **self._settings,
-            "name": f"gradwire-{self.name}-{name}",
+            "name": member_name(self.name, name),
             "namespace": NAMESPACE,
             "num_cpus": others.pop("CPU", 0),
             "num_gpus": others.pop("GPU", 0),
