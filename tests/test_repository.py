@@ -60,6 +60,12 @@ def test_what_a_workflow_runs_with_make_is_a_target(path: Path) -> None:
     assert all(run.split()[-1] in targets for run in made), made
 
 
+def test_ci_runs_what_make_test_cluster_runs() -> None:
+    (names,) = re.findall(r"^CLUSTER \?= (.*)$", (ROOT / "Makefile").read_text(), re.M)
+    workflow = (ROOT / ".github" / "workflows" / "test.yml").read_text()
+    assert sorted(re.findall(r"CLUSTER=(\w+)", workflow)) == sorted(names.split())
+
+
 def test_contributing_says_what_ci_runs() -> None:
     (command,) = re.findall(r"^make .*$", (ROOT / ".ci" / "run").read_text(), re.M)
     assert f"`{command}`" in (ROOT / "CONTRIBUTING.md").read_text()
