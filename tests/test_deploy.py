@@ -61,6 +61,10 @@ def test_the_pods_of_the_ray_cluster_are_valid() -> None:
 # The fields of JobSet v1alpha2 and KubeRay's v1, as their API references have them, except for what
 # is deprecated. Jobs and pods in them are Kubernetes' own.
 GROUP = {"rayStartParams": dict, "template": {"spec": dict}}
+KINDS = {
+    "jobset.yaml": ("jobset.x-k8s.io/v1alpha2", "JobSet"),
+    "rayjob.yaml": ("ray.io/v1", "RayJob"),
+}
 FIELDS: dict[str, dict[str, Any]] = {
     "jobset.yaml": {
         "network": {
@@ -111,7 +115,11 @@ def wrong(value: Any, known: Any, where: str = "spec") -> list[str]:
 
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_manifest_has_the_fields_of_its_api(name: str) -> None:
-    assert wrong(manifest(name)["spec"], FIELDS[name]) == []
+    found = manifest(name)
+    assert (found.pop("apiVersion"), found.pop("kind")) == KINDS[name]
+    assert wrong(found.pop("metadata"), {"name": str}, "metadata") == []
+    assert wrong(found.pop("spec"), FIELDS[name]) == []
+    assert found == {}
 
 
 def test_a_field_that_there_is_not_is_found() -> None:
