@@ -3,14 +3,19 @@
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from gradwire.launch.command import main
 from tests.processes import PATHS
+from tests.worlds import LIMIT, free_port
 
 pytestmark = pytest.mark.slow
+
+LAUNCH = [sys.executable, "-m", "gradwire", "launch"]
 
 COUNTED = """
 import os, pathlib, signal, sys
@@ -97,6 +102,26 @@ def test_a_call_goes_on_at_the_worker_that_came_back(
     out = capfd.readouterr().out
     assert "[worker0] another" in out
     assert "[worker1] start 1" in out
+
+
+def test_a_node_restarts_its_worker_while_the_other_node_waits_for_it() -> None:
+    Path("train.py").write_text(COUNTED + WORLD)
+    shared = ("--nnodes", "2", "--rdzv", f"127.0.0.1:{free_port()}")
+    launchers = [
+        subprocess.Popen(
+            [*LAUNCH, *shared, "--node-rank", node, "--max-restarts", "1", "train.py"],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node in ("0", "1")
+    ]
+    first, second = [launcher.communicate(timeout=LIMIT)[0] for launcher in launchers]
+    assert [launcher.returncode for launcher in launchers] == [0, 0], first + second
+    assert "[worker0] another" in first
+    assert "restarting it" not in first
+    assert "worker1 was ended by SIGKILL; restarting it (1 of 1)" in second
+    assert "[worker1] start 1" in second
 
 
 @pytest.mark.parametrize(
