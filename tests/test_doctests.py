@@ -15,7 +15,7 @@ import gradwire
 from gradwire.testing import World
 
 SOURCE = Path(__file__).parents[1] / "src"
-SKIPPED = {"gradwire": 1, "gradwire.local": 1}
+SKIPPED = {"gradwire": 1, "gradwire.local": 1, "gradwire.serving": 1}
 """Examples that need a second process, by module."""
 
 

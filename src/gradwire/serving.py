@@ -16,7 +16,7 @@ def stop_serving(to: str | int | WorkerInfo) -> None:
     Raises:
         GradwireError: the world has a fixed size, and all workers leave together.
 
-        gw.stop_serving("worker1")
+    >>> stop_serving("worker1")  # doctest: +SKIP
     """
     try:
         rpc_sync(to, _stop)
