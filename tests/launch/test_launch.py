@@ -204,6 +204,42 @@ stuck()
     assert "Traceback" not in err
 
 
+def test_ctrl_c_shows_a_worker_in_a_c_call_that_keeps_the_gil(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    source = """
+import collections, itertools, threading
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # it may come before the C call
+threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+def busy():
+    print("to", "standard error", file=sys.stderr)
+    os.kill(os.getppid(), signal.SIGINT)
+    collections.deque(itertools.repeat(0), maxlen=0)
+busy()
+"""
+    assert launch(source) == 130
+    err = capfd.readouterr().err
+    assert err.count("to standard error\n") == 1
+    assert err.endswith(", in busy\n")
+    assert "most recent call" not in err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prlimit")
+def test_ctrl_c_leaves_no_core_files(capfd: pytest.CaptureFixture[str]) -> None:
+    source = """
+import resource
+limit = resource.RLIMIT_CORE
+resource.setrlimit(limit, (resource.getrlimit(limit)[1],) * 2)
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+signal.signal(signal.SIGABRT, lambda *_: sys.exit(str(resource.getrlimit(limit)[0])))
+os.kill(os.getppid(), signal.SIGINT)
+time.sleep(60)
+"""
+    assert launch(source) == 130
+    limit = capfd.readouterr().err.splitlines()[-1].rpartition(" ")[2]
+    assert int(limit) in {0, 1}
+
+
 def test_ctrl_c_does_not_wait_for_functions_that_workers_run(
     capfd: pytest.CaptureFixture[str],
 ) -> None:
@@ -222,7 +258,7 @@ with gw.init_rpc():
 def test_ctrl_c_ends_within_two_seconds_those_that_do_not_heed_it() -> None:
     source = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
+signal.signal(signal.SIGABRT, signal.SIG_IGN)
 pathlib.Path("sent").write_text(str(time.time()))
 os.kill(os.getppid(), signal.SIGINT)
 time.sleep(60)

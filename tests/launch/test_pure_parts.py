@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from gradwire.launch.plan import Plan, recruits
 from gradwire.launch.run_state import RunState
-from gradwire.launch.stderr_tail import StderrTail
+from gradwire.launch.stderr_tail import StderrTail, cut_dump, place_in_dump
 
 TERM, KILL, INT, ABRT = (
     signal.SIGTERM,
@@ -151,7 +151,7 @@ def test_a_second_interrupt_kills() -> None:
 def test_an_interrupt_is_repeated_in_stronger_words() -> None:
     state = RunState({0})
     sent = [state.interrupted(INT, 0.0), state.elapsed(5.0), state.elapsed(10.0)]
-    assert sent == [INT, TERM, KILL]
+    assert sent == [INT, ABRT, KILL]
 
 
 def test_being_told_to_end_is_passed_on() -> None:
@@ -273,3 +273,29 @@ def test_a_worker_that_lost_another_is_told_apart(error: str, is_echo: bool) -> 
 def test_a_loss_that_led_to_another_error_is_no_echo() -> None:
     text = FAILED.replace("KeyError: 1", "WorkerLostError: lost worker 'worker1': x")
     assert not words(text.format(error="ValueError: no")).is_echo
+
+
+DUMP = """\
+saving
+Fatal Python error: Aborted
+
+Thread 0x00007f2b5d7fa6c0 (most recent call first):
+  File "other.py", line 9 in wait
+
+Current thread 0x00007f2b7b0af740 [python] (most recent call first):
+  File "/usr/lib/python3.14/ctypes.py", line 3 in call
+  File "train.py", line 4 in busy
+  File "train.py", line 7 in <module>
+
+Extension modules: numpy.core (total: 1)"""
+
+
+def test_the_main_thread_is_the_last_in_a_dump() -> None:
+    written, dump = cut_dump(DUMP.splitlines())
+    assert written == ["saving"]
+    assert place_in_dump(dump) == "train.py, line 4, in busy"
+
+
+def test_without_a_dump_there_is_no_place_in_it() -> None:
+    written, dump = cut_dump(["no"])
+    assert (written, dump, place_in_dump(dump)) == (["no"], [], None)

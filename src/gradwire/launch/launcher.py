@@ -22,7 +22,13 @@ from .output import Console
 from .plan import Plan, Recruit, recruits
 from .processes import Ended, Printed, WorkerProcesses
 from .run_state import TIMED_OUT, RunState
-from .stderr_tail import StderrTail, ends_by_interrupt, place_of
+from .stderr_tail import (
+    StderrTail,
+    cut_dump,
+    ends_by_interrupt,
+    place_in_dump,
+    place_of,
+)
 from .terminal import terminal_kept
 
 _JOIN = 300.0  # seconds for the first node to come up
@@ -153,16 +159,8 @@ class _Launch:
         if state.restarts_now(ended.worker, ended.status):
             self._restart(ended)
             return
-        # The traceback of a worker that Ctrl-C has ended is no news; anything else is.
-        held = None if self._held is None else self._held[ended.worker]
-        is_news = ended.status != 128 + signal.SIGINT and not ends_by_interrupt(
-            held or []
-        )
-        if held is not None and is_news:
-            for line in held:
-                self._console.show(ended.worker, line, is_error=True)
-        elif held is not None and (place := place_of(held)) is not None:
-            self._console.say(f"{self._names[ended.worker]} was at {place}")
+        if self._held is not None:
+            self._show_interrupted(ended, self._held[ended.worker])
         is_echo = self._stderr_tails[ended.worker].is_echo
         number = state.ended(ended.worker, ended.status, now, is_echo=is_echo)
         if state.culprit is not None:
@@ -176,6 +174,18 @@ class _Launch:
                 f"{verdict}; continuing with {others}" if others else verdict
             )
         self._send(number)
+
+    def _show_interrupted(self, ended: Ended, held: list[str]) -> None:
+        """Where its main thread was; the traceback of its KeyboardInterrupt is no news."""
+        written, dump = cut_dump(held)
+        if ended.status == 128 + signal.SIGINT or ends_by_interrupt(written):
+            place = place_of(written)
+        else:
+            for line in written:
+                self._console.show(ended.worker, line, is_error=True)
+            place = place_in_dump(dump)
+        if place is not None:
+            self._console.say(f"{self._names[ended.worker]} was at {place}")
 
     def _finish(self, recruit: Recruit) -> None:
         """Tell workers that serve not to wait any longer for a worker that will not come back."""

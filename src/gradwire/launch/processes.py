@@ -10,6 +10,7 @@ needs. A terminal requires no more of a process outside of its session.
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -78,6 +79,8 @@ class WorkerProcesses:
     def signal(self, number: int, workers: Iterable[int]) -> None:
         """Send a signal to these workers and their children."""
         for worker in workers:
+            if number == signal.SIGABRT:
+                _forbid_core(self._processes[worker].pid)
             _signal(self._processes[worker].pid, number)
 
     def close(self) -> None:
@@ -126,6 +129,17 @@ def _start(recruit: Recruit) -> subprocess.Popen[bytes]:
         stderr=subprocess.PIPE,
         start_new_session=True,
     )
+
+
+def _forbid_core(pid: int) -> None:
+    """SIGABRT is for the stacks; a core file of each worker would take long and fill the disk."""
+    if sys.platform == "linux":
+        try:
+            _, hard = resource.prlimit(pid, resource.RLIMIT_CORE)
+            # Not 0: the kernel gives a core to a program (systemd's, say) even then.
+            resource.prlimit(pid, resource.RLIMIT_CORE, (int(hard != 0), hard))
+        except (ProcessLookupError, PermissionError):
+            pass  # gone
 
 
 def _signal(group: int, number: int) -> None:

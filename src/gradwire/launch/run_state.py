@@ -89,7 +89,8 @@ class RunState:
         self.status = 128 + number
         if number == signal.SIGINT:
             self._patience = _SHORT_PATIENCE
-            return self._end(now, signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
+            # SIGABRT, as one that is in a long C call does not get to its KeyboardInterrupt.
+            return self._end(now, signal.SIGINT, signal.SIGABRT, signal.SIGKILL)
         return self._end(now, signal.SIGTERM, signal.SIGTERM, signal.SIGKILL)
 
     def timed_out(self, now: float) -> signal.Signals | None:

@@ -12,7 +12,9 @@ _SHOWN = 20  # of them, where no traceback is among them
 _BEGINS = "Traceback (most recent call last):"
 _CAUSE = "gradwire.errors.RemoteError: on worker '"  # before one on another worker
 _ECHO = "lost worker '"  # how `WorkerLostError` begins
-_FRAME = re.compile(r'  File "(.*)", line (\d+), in (.*)')
+_FRAME = re.compile(r'  File "(.*)", line (\d+),? in (.*)')
+_DUMP = "Fatal Python error: Aborted"  # how the fault handler begins
+_THREAD = re.compile(r"(Thread|Current thread) 0x.* \(most recent call first\):")
 _OURS = str(Path(__file__).parents[1])
 _LIBRARY = re.compile(r".*/lib/python3\.\d+/|<frozen ")
 
@@ -25,7 +27,23 @@ def place_of(lines: Sequence[str]) -> str | None:
     if _BEGINS not in lines:
         return None
     start = len(lines) - 1 - list(reversed(lines)).index(_BEGINS)
-    frames = [found for line in lines[start:] if (found := _FRAME.match(line))]
+    return _place_in(lines[start:])
+
+
+def place_in_dump(dump: Sequence[str]) -> str | None:
+    """The same for the main thread in the fault handler's dump: the last thread in it."""
+    starts = [number for number, line in enumerate(dump) if _THREAD.match(line)]
+    return _place_in(dump[: starts[-1] : -1]) if starts else None
+
+
+def cut_dump(lines: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]:
+    """The lines before the dump of the fault handler, and the dump."""
+    end = lines.index(_DUMP) if _DUMP in lines else len(lines)
+    return lines[:end], lines[end:]
+
+
+def _place_in(lines: Sequence[str]) -> str | None:
+    frames = [found for line in lines if (found := _FRAME.match(line))]
     others = [found for found in frames if not found[1].startswith(_OURS)] or frames
     users = [found for found in others if not _LIBRARY.match(found[1])] or others
     if not users:
