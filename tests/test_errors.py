@@ -1,5 +1,6 @@
 """Errors as users see them: short, with the lines of their own code, and what to do at the end."""
 
+import ast
 import pickle
 import re
 import sys
@@ -139,6 +140,23 @@ def test_the_last_line_says_what_to_do() -> None:
     )
 
 
+def fails(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    y.register_hook(lambda _: gw.backward(77, [x]))
+    return y
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 prints no notes")
+def test_the_last_line_of_a_failed_backward_says_what_to_do_once() -> None:
+    with gw.context() as ctx:
+        y = gw.rpc_sync("worker1", fails, (torch.ones(2, requires_grad=True),))
+        with pytest.raises(gw.GradwireError, match="Error on Node 1") as caught:
+            gw.backward(ctx, [y.sum()])
+    assert "see" not in str(caught.value)
+    last = traceback.format_exception(caught.value)[-1]
+    assert last.strip() == "see GradwireError in docs/errors.md"
+
+
 @pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
 def test_every_public_error_has_an_entry_in_the_docs(kind: type[Exception]) -> None:
     assert f"\n## {kind.__name__}\n" in PAGE.read_text()
@@ -146,5 +164,33 @@ def test_every_public_error_has_an_entry_in_the_docs(kind: type[Exception]) -> N
 
 @pytest.mark.parametrize("kind", PUBLIC, ids=lambda kind: kind.__name__)
 def test_what_an_error_advises_names_its_entry(kind: Any) -> None:
-    if kind not in (gw.GradwireError, gw.RemoteError):
-        assert f"see {kind.__name__} in docs/errors.md" in kind._advice
+    assert f"see {kind.__name__} in docs/errors.md" in kind._advice
+
+
+def texts() -> Iterator[str]:
+    """All strings of the package except docstrings; `…` stands for what a string fills in."""
+    for path in Path(PACKAGE).rglob("*.py"):
+        within: set[ast.AST] = set()  # docstrings, and what an f-string consists of
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Expr):
+                within.add(node.value)
+            elif isinstance(node, ast.JoinedStr):
+                within.update(node.values)
+                parts = (getattr(part, "value", None) for part in node.values)
+                yield "".join(p if isinstance(p, str) else "…" for p in parts)
+            elif isinstance(node, ast.Constant) and node not in within:
+                yield node.value if isinstance(node.value, str) else ""
+
+
+def test_messages_that_the_docs_quote_are_so_in_the_source() -> None:
+    prose = re.sub(r"```.*?```|`[^`\n]*`", "", PAGE.read_text(), flags=re.DOTALL)
+    quoted = re.findall(r"\*([^*\s][^*\n]*)\*|\"([^\"\n]+)\"", prose)
+    messages = ["".join(either) for either in quoted]
+    assert len(messages) >= 8
+    source = list(texts())
+
+    def is_known(message: str) -> bool:
+        pattern = ".*".join(re.escape(part) for part in message.split("…"))
+        return any(re.search(pattern, text, re.IGNORECASE) for text in source)
+
+    assert [message for message in messages if not is_known(message)] == []

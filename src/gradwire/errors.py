@@ -21,13 +21,12 @@ from typing import Any
 class GradwireError(RuntimeError):
     """The root of all errors raised by Gradwire itself."""
 
-    _advice = ""
+    _advice = "see GradwireError in docs/errors.md"
     """What to do. It becomes a note, which Python 3.11 prints last."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
-        if self._advice:
-            self.__notes__ = [self._advice]
+        self.__notes__ = [self._advice]
 
 
 class LostGradientWarning(UserWarning):
@@ -159,6 +158,8 @@ class RemoteError(GradwireError):
     It is the `__cause__` of the exception that you catch, which has the original type. Where that
     type cannot be recreated here, this is raised instead.
     """
+
+    _advice = "the traceback is that worker's: see RemoteError in docs/errors.md"
 
     def __init__(self, worker: str, type_name: str, message: str, trace: str) -> None:
         super().__init__(f"on worker {worker!r}: {type_name}: {message}\n\n{trace}")

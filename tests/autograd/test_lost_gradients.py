@@ -53,6 +53,7 @@ def test_an_argument_that_requires_grad_is_warned_of_once_for_a_line() -> None:
     (warning,) = of_arguments
     assert LOST in str(warning.message)
     assert "gradwire.context()" in str(warning.message)
+    assert "see LostGradientWarning in docs/errors.md" in str(warning.message)
     assert warning.filename == __file__
     assert warning.lineno == call.__code__.co_firstlineno + 2
 

@@ -14,13 +14,15 @@ from .messages import Failed
 
 
 def describe(error: BaseException, worker: int, *, pickles: bool) -> Failed:
-    """An error on a worker, with its notes. `pickles`: the receivers may unpickle."""
+    """An error on a worker, with its notes (no advice). `pickles`: the receivers may unpickle."""
     pickler = PickleSerializer({}, same_main=False) if pickles else None
     failure = describe_failure(error, pickler)
+    advice = error._advice if isinstance(error, GradwireError) else None
+    notes = [note for note in getattr(error, "__notes__", ()) if note != advice]
     return Failed(
         worker,
         failure.type_name,
-        "\n".join([failure.message, *getattr(error, "__notes__", ())]),
+        "\n".join([failure.message, *notes]),
         failure.trace,
         failure.pickled,
         tuple(failure.tensors),

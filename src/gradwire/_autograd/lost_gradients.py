@@ -73,6 +73,6 @@ class LostGradients:
         self._known.add((path, line))
         text = (
             f"{what} is sent to another worker while no context is active: no gradients will "
-            f"flow back; {_REMEDY}{more}"
+            f"flow back; {_REMEDY}{more}; see LostGradientWarning in docs/errors.md"
         )
         warnings.warn_explicit(text, LostGradientWarning, path, line, module)
