@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from gradwire import threads
-from gradwire.threads import Bell, Executor, ShorterTurns
+from gradwire.threads import Bell, Executor, ShorterSwitchInterval
 
 SOON = 20.0  # seconds; far more than anything here takes
 
@@ -492,7 +492,10 @@ def test_a_bell_wakes_one_wait_however_often_it_was_rung() -> None:
 
 def test_turns_are_only_ever_shortened_and_put_back() -> None:
     before = sys.getswitchinterval()
-    longer, shorter = ShorterTurns(before * 2), ShorterTurns(before / 2)
+    longer, shorter = (
+        ShorterSwitchInterval(before * 2),
+        ShorterSwitchInterval(before / 2),
+    )
     assert sys.getswitchinterval() == pytest.approx(before / 2)
     for turns in (longer, shorter, shorter):
         turns.close()

@@ -41,7 +41,7 @@ _TICK = 0.001  # how long a queue may stand still before a thread is added
 _LINGER_TICKS = 2  # ticks without work before the monitor sleeps: waking it costs more
 _IDLE = 2.0  # how long a thread without work stays
 _LOG_INTERVAL = 10.0
-_MOMENT = 0.3  # a wait that is longer than this may be one for ever
+_MOMENT = 0.3  # a wait that is longer than this may have no end
 
 
 class Executor:
@@ -279,16 +279,14 @@ class _Thread(threading.Thread):
                     return
                 try:
                     task()
-                except (
-                    BaseException
-                ):  # a thread that died of it would be counted for ever
+                except BaseException:  # or the thread would end, and still be counted
                     log.exception("a task of gradwire failed")
                 del task  # what it holds must not live until the next one
         finally:
             executor._ended(self)
 
 
-class ShorterTurns:
+class ShorterSwitchInterval:
     """Shortens Python's thread switch interval, so that calls need not wait for busy threads.
 
     The setting is per process, not per worker: it is only ever lowered, and restored by `close`.
@@ -401,9 +399,8 @@ class _Monitor:
 
     def rouse(self) -> None:
         """Wake it now."""
-        if not self._started.acquire(
-            blocking=False
-        ):  # held for ever from the first time on
+        # Acquired once, and never released unless the start fails.
+        if not self._started.acquire(blocking=False):
             self._bell.ring()
         elif self._executor._closed or not self._executor.start(self._watch, "monitor"):
             self._started.release()  # the next to need it retries
@@ -448,5 +445,5 @@ class _Monitor:
 def _run(task: Task) -> None:
     try:
         task()
-    except BaseException:  # a thread that died of it would be counted for ever
+    except BaseException:  # or the thread would end, and still be counted
         log.exception("a task of gradwire failed")

@@ -43,7 +43,7 @@ from .cores import SharedCores
 from .errors import CallTimeout, GradwireError, WorkerLostError
 from .ids import WorkerInfo, check_name
 from .options import Options
-from .threads import Executor, ShorterTurns
+from .threads import Executor, ShorterSwitchInterval
 
 log = logging.getLogger("gradwire")
 
@@ -109,7 +109,7 @@ class Worker:
         card = self._transport.card(name, number, main_fingerprint())
         self.card = replace(card, device_maps=maps)
         self._meeting: Meeting | None = None
-        self._turns = ShorterTurns(options.switch_interval)
+        self._switch_interval = ShorterSwitchInterval(options.switch_interval)
         self._cores = SharedCores(name, options.torch_threads)
         self._closed = False
         self._patience = _CLOSE
@@ -442,7 +442,7 @@ class Worker:
         self.autograd.close()
         self._transport.close()
         self._executor.close()
-        self._turns.close()
+        self._switch_interval.close()
         self._cores.close()
         self._audit.close()
         if not self._executor.join(self._patience):

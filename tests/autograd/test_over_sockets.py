@@ -1,4 +1,4 @@
-"""Distributed autograd over real sockets: lanes, channels and shared memory, and workers that go.
+"""Distributed autograd over sockets and shared memory, also with workers that leave.
 
 The same as in `test_calls.py` and `test_flows.py`, where it matters how messages
 travel and who reads them.

@@ -56,7 +56,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; a dead one may wait for ever for whoever inherited it."""
+    """Whether a process runs; a dead one may stay a zombie until whoever inherited it looks."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:

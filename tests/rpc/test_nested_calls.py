@@ -311,7 +311,7 @@ def test_who_was_given_up_can_still_call_while_nobody_waits_for_it(
 
 
 def test_late_answers_are_not_taken_for_others(workers: list[Worker]) -> None:
-    # B gives up what T' runs; T and A get their answers, and the lane is used again.
+    # B gives up what T' runs; T and A get their responses, and the connection is used again.
     for name in ("a", "b", "c"):
         assert workers[0].rpc_sync("worker1", back, (give_up, name)) == "gave up"
         for i in range(5):

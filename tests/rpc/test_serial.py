@@ -127,34 +127,32 @@ def test_those_who_wait_leave_their_threads_to_others() -> None:
         assert sorted(call.wait() for call in calls) == list(range(1, 21))
 
 
-def test_turns_are_given_in_the_order_in_which_they_are_asked_for() -> None:
-    turns, order = serial.Turns(), []
-    turns.take(threading.Lock)  # type: ignore[arg-type] # not waited for
+def test_a_fair_lock_is_acquired_in_the_order_in_which_it_is_asked_for() -> None:
+    lock, order = serial.FairLock(), []
+    lock.acquire(threading.Lock)  # type: ignore[arg-type] # not waited for
     asked = []
     for number in range(5):
         waits = threading.Event()
-        thread = threading.Thread(target=ask, args=(turns, number, waits, order))
+        thread = threading.Thread(target=ask, args=(lock, number, waits, order))
         thread.start()
         assert waits.wait(LIMIT)
         asked.append(thread)
-    turns.end()
+    lock.release()
     for thread in asked:
         thread.join(LIMIT)
     assert order == list(range(5))
 
 
 def ask(
-    turns: serial.Turns, number: int, waits: threading.Event, order: list[int]
+    lock: serial.FairLock, number: int, waits: threading.Event, order: list[int]
 ) -> None:
-    lock = threading.Lock()
-
     def waiting() -> Any:
         waits.set()
-        return lock
+        return threading.Lock()
 
-    turns.take(waiting)
+    lock.acquire(waiting)
     order.append(number)
-    turns.end()
+    lock.release()
 
 
 def test_what_can_have_no_weak_references_is_refused() -> None:
@@ -170,7 +168,7 @@ def test_nothing_is_kept_of_a_serial_object_that_is_gone() -> None:
     with World(2) as world, world.as_worker(0):
         counter = gw.remote("worker1", SerialCounter)
         counter.rpc_sync().increment()
-        assert serial._turns
+        assert serial._locks
         del counter
     gc.collect()
-    assert not serial._turns
+    assert not serial._locks

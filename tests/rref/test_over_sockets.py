@@ -181,7 +181,7 @@ def test_many_threads_make_pass_and_drop(workers: Workers) -> None:
 
 @pytest.mark.parametrize("to", ["worker0", "worker1"])
 def test_the_caller_may_work_meanwhile(workers: Workers, to: str) -> None:
-    rref = gw.remote(to, same, (held,))  # first by the channel, then by a lane
+    rref = gw.remote(to, same, (held,))  # the second call has a connection of its own
     for number in range(2):
         with holding() as hold:
 
@@ -192,7 +192,7 @@ def test_the_caller_may_work_meanwhile(workers: Workers, to: str) -> None:
             assert rref.rpc_meanwhile(release)(number) == number
 
 
-def test_what_goes_wrong_meanwhile_leaves_the_lane_usable(workers: Workers) -> None:
+def test_an_error_meanwhile_leaves_the_connection_usable(workers: Workers) -> None:
     rref = gw.remote("worker1", Value, ("used",))
     assert rref.to_here() == "used"
     with pytest.raises(Boom):
@@ -200,7 +200,7 @@ def test_what_goes_wrong_meanwhile_leaves_the_lane_usable(workers: Workers) -> N
     assert rref.rpc_sync()("b") == "used b"
 
 
-def test_a_call_by_a_lane_that_times_out_gives_its_references_back(
+def test_a_call_that_times_out_gives_its_references_back(
     workers: Workers,
 ) -> None:
     rref, mine = gw.remote("worker1", Value, ("slow",)), local("mine")

@@ -502,7 +502,7 @@ class World:
     def _check_end(self) -> None:
         connection, role = self.connection, self.connection.role
         if hanging := self.threads.alive.keys() - self.stuck:
-            raise Wrong(f"{sorted(hanging)} wait for ever")
+            raise Wrong(f"{sorted(hanging)} wait without end")
         if connection.frames:
             raise Wrong(f"{connection.frames} were read, and nobody delivers them")
         if connection.has_ended != self.is_cut:

@@ -1,6 +1,6 @@
-"""Simulated worlds of references: the real books, a made-up network.
+"""Simulated worlds of references: the real ledgers, a made-up network.
 
-A world is the protocol in one place: workers with the real books and, around them, the least of a
+A world is the protocol in one place: workers with the real ledgers and, around them, the least of a
 driver (owned_values, held_forks, notifier, serialization and service without locks, threads and
 clocks). What they say to each other lies in one list, from which anything may be delivered next,
 lost, or repeated. At each step:
@@ -82,7 +82,7 @@ LOST = object()  # there will be none, as the worker is gone
 
 
 class SimulatedWorker:
-    """A worker: its books, and what its drivers keep beside them."""
+    """A worker: its ledger, and what its drivers keep beside them."""
 
     def __init__(self, me: int, world: World) -> None:
         self.me = me
@@ -112,7 +112,7 @@ class SimulatedWorker:
     # OwnedValues: the values of this worker
 
     def is_here(self, value: int) -> bool:
-        """Whether a value is referred to: by the books, by a handle, by the call that makes it."""
+        """Whether a value is referred to: by the ledger, by a handle, by the call that makes it."""
         return value in self.values_here()
 
     def values_here(self) -> set[int]:
@@ -552,7 +552,7 @@ class World:
         assert not worker.user.transits()
         assert not worker.user._asked
         assert len(worker.outbox) == 0
-        # What the books remember for ever is a number per worker; only the dead leave gaps.
+        # What the ledgers never forget is a number per worker; only the dead leave gaps.
         for maker, seen in worker.owner._over.items():
             assert maker in self.dead or not seen._above, f"forks of {maker}: {seen}"
         for sender, seen in worker.user._came.items():

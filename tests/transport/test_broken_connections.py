@@ -113,11 +113,11 @@ def test_an_answer_that_came_too_late_gives_its_memory_back(
         memories = [one._memory.pool for one in made]
         pools = [one for one in memories if one is not None]
         wait_until(lambda: not any(map(in_use, pools)))
-        # The lanes that were owed an answer are closed; others were opened meanwhile.
+        # The connections that were owed a response are closed; others were opened meanwhile.
         wait_until(lambda: descriptors() <= before + 2 * len(made))
 
 
-def test_a_request_cut_short_by_its_timeout_leaves_no_half_open_lane() -> None:
+def test_a_request_cut_short_by_its_timeout_leaves_no_half_open_connection() -> None:
     with socket_world(2, unix_sockets=False) as workers:
         workers[0].rpc_sync("worker1", max, (1, 2))
         before = descriptors()

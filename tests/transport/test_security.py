@@ -175,7 +175,7 @@ def test_who_speaks_too_slowly_in_the_handshake_is_shut_out(
             except ConnectionError:
                 break
         else:
-            pytest.fail("it may take for ever")
+            pytest.fail("it may take without limit")
 
 
 def test_strangers_beyond_a_number_are_shut_out_at_once(

@@ -163,7 +163,7 @@ class Context:
         leader = owner(number)
         if since > self._since.get(leader, 0):
             self._since[leader] = since
-            # Those begun here end meanwhile. A list of numbers is made in one step; one of pairs is
+            # Those begun here end meanwhile. A list of numbers is made atomically; one of pairs is
             # not: the collector may come in between, and with it all that runs when things go.
             for each in list(self.parts):
                 part = self.parts.get(each)

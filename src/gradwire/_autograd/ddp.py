@@ -147,7 +147,7 @@ def accumulating(
     keep: Keep,
     is_over: Callable[[], bool],
 ) -> Iterator[None]:
-    """Have what is `known` in `.grad` of all leaves; `keep` gets what has become of it."""
+    """Let `.grad` of all leaves be `known(leaf)` meanwhile; `keep` gets what it is at the end."""
     own = [p for replica in replicas for p in replica.parameters.values()]
     leaves = {id(leaf): leaf for leaf in [*(n.variable for n in nodes), *own]}.values()
     with ExitStack() as locks:

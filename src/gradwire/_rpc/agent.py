@@ -59,7 +59,7 @@ class Agent:
     """Calls from and to one worker."""
 
     no_map = ""
-    """What to say of a tensor of a device that no device map lists; empty: nothing."""
+    """The error for a tensor on a device that no device map lists; empty: it is sent."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ class Pending:
     answer: Any
     """What the driver completes."""
     freight: Sequence[Any] = ()
-    """What upper layers keep books about in the request."""
+    """What upper layers track about the request."""
 
 
 @dataclass(slots=True)

@@ -16,7 +16,7 @@ from . import torch_modes
 from .allow import AllowList
 from .audit import NO_AUDIT
 from .futures import Loops
-from .serial import turns_of
+from .serial import lock_of
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -86,18 +86,18 @@ class Runner:
             AttributeError: there is none.
         """
         method = self._find_method(value, call.function, sender)
-        turns = turns_of(value)
-        if turns is None:
+        lock = lock_of(value)
+        if lock is None:
             return self.run_function(method, call)
-        turns.take(self.waiting)
+        lock.acquire(self.waiting)
         result = None
         try:
             result = self.run_function(method, call)
         finally:
             if type(result) is not Later:
-                turns.end()
+                lock.release()
         if type(result) is Later:
-            result.future.add_done_callback(lambda _: turns.end())
+            result.future.add_done_callback(lambda _: lock.release())
         return result
 
     def run_function(self, function: Any, call: Call) -> Any:

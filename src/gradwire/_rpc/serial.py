@@ -1,6 +1,6 @@
 """Objects whose methods run one at a time when other workers call them.
 
-An object is serial if its class is marked, or if it was created by `made_serial`. Its queue is kept
+An object is serial if its class is marked, or if it was created by `made_serial`. Its lock is kept
 in a table by the object's address for as long as the object lives: nothing is added to the object
 itself.
 """
@@ -43,7 +43,7 @@ def serial(cls: C) -> C:
     return cls
 
 
-class Turns:
+class FairLock:
     """A fair lock: acquired in order of arrival, and released by any thread."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class Turns:
         self._is_taken = False
         self._waiting: deque[Bell] = deque()
 
-    def take(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+    def acquire(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
         """Acquire the lock, waiting inside `waiting()`."""
         with self._lock:
             if not self._is_taken:
@@ -62,8 +62,8 @@ class Turns:
         with waiting():
             bell.wait(None)
 
-    def end(self) -> None:
-        """Release the lock to the next in line."""
+    def release(self) -> None:
+        """Release the lock to the next in the queue."""
         with self._lock:
             if self._waiting:
                 self._waiting.popleft().ring()
@@ -71,14 +71,14 @@ class Turns:
                 self._is_taken = False
 
 
-_turns: dict[int, Turns] = {}
+_locks: dict[int, FairLock] = {}
 """By address of the object."""
 _noting = CheckedLock()
 
 
-def turns_of(value: Any) -> Turns | None:
+def lock_of(value: Any) -> FairLock | None:
     """The fair lock of a serial object; None if the object is not serial."""
-    found = _turns.get(id(value))
+    found = _locks.get(id(value))
     if found is None and getattr(type(value), _MARK, False):
         return _note(value)
     return found
@@ -103,16 +103,16 @@ async def _awaited(coroutine: Any) -> Any:
     return value
 
 
-def _note(value: Any) -> Turns:
+def _note(value: Any) -> FairLock:
     address = id(value)
     with _noting:
-        if address not in _turns:
+        if address not in _locks:
             try:
-                weakref.finalize(value, _turns.pop, address, None).atexit = False
+                weakref.finalize(value, _locks.pop, address, None).atexit = False
             except TypeError:
                 raise TypeError(
                     f"a {type(value).__qualname__} cannot be serial: return an object of a "
                     "class of your own"
                 ) from None
-            _turns[address] = Turns()
-        return _turns[address]
+            _locks[address] = FairLock()
+        return _locks[address]

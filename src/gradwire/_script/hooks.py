@@ -42,7 +42,7 @@ _load = _jit.load
 
 
 def install(face: Frontend) -> None:
-    """Have scripts call these functions; twice is fine."""
+    """Have scripts call these functions. Idempotent."""
     is_first = not frontends.every()
     frontends.add(face)
     references.install(face.reference)
@@ -61,7 +61,7 @@ def install(face: Frontend) -> None:
 
 
 def uninstall(face: Frontend) -> None:
-    """Take it out again; what is compiled stays as it is. Twice is fine."""
+    """Take it out again; what is compiled stays as it is. Idempotent."""
     if face not in frontends.every():
         return
     frontends.remove(face.name)

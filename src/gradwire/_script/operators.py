@@ -51,7 +51,7 @@ def _define(schema: str, function: Callable[..., Any]) -> None:
 
 
 def define_taker(name: str, kind: str) -> None:
-    """Define what takes a value of this type out of Python; twice is fine.
+    """Define what takes a value of this type out of Python. Idempotent.
 
     Raises:
         RuntimeError: no operator can have this type.

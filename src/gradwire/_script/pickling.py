@@ -13,7 +13,7 @@ from .targets import find_here
 
 
 def register() -> None:
-    """Have the workers of this process send it so; twice is fine."""
+    """Have the workers of this process send it so. Idempotent."""
     register_reducer(torch.jit.ScriptFunction, _by_name)
     register_reducer(RecursiveScriptModule, _saved)
     register_reducer(torch._C.ScriptList, lambda values: (list, (list(values),)))

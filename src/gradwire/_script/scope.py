@@ -116,7 +116,7 @@ if _remove is None:
 
 
 def note() -> None:
-    """Leave a note of where this thread is, for those that go on with its script."""
+    """Record this thread's worker and context, for other threads that continue its script."""
     if inherited() is not None:
         return
     if _here.departure is None and _is_pythons():

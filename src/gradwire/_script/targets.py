@@ -61,7 +61,7 @@ def _look_up(name: str) -> Any:
 
 
 def in_module(name: str) -> Any:
-    """What stands in the module that the name speaks of, where it says."""
+    """The attribute that a qualified name refers to, in its module; None if there is none."""
     module, _, attribute = name.rpartition(".")
     title = module.removeprefix("__torch__").lstrip(".") or "__main__"
     try:

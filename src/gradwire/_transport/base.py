@@ -24,10 +24,10 @@ from ..ids import WorkerInfo, check_name
 from .keys import Keys
 
 NAP = 0.5
-"""Seconds after which one who waits looks whether there is still a reason to."""
+"""Seconds between the checks of a waiting thread for whether to wait any longer."""
 
 IsOver = Callable[[], bool]
-"""Whether what is waited for is not wanted any more."""
+"""Whether the wait is to be given up."""
 
 
 class NotConnected(TimeoutError):
@@ -69,8 +69,8 @@ class Card:
     cores: str = "0"
     """The cores it may run on: bits of a hexadecimal number."""
     instance: int = 0
-    """Random; of this worker and no other, nor of one that had its name, number or address before:
-    whoever plays an old card again leads nobody to those that are here now."""
+    """Random and unique, also among workers that had this name, id or address before: a replayed
+    card does not match the worker that is there now."""
     device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
     """By worker, on which of its devices tensors of each of ours arrive."""
 

@@ -80,7 +80,7 @@ class Connections:
         self.shared.end(None)
 
     def free_device_memory(self) -> None:
-        """Let go of the memory of devices, when nothing is copied any more. Takes a while."""
+        """Free device memory once all copies are done. May block."""
         if self._memory.device_pool is not None:
             self._memory.device_pool.close(is_lost=self._reason is not None)
         if self._memory.devices is not None:

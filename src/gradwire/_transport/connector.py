@@ -74,7 +74,7 @@ class Dialer:
         self._credentials = credentials
         self._to = to
         self._silence = silence
-        """How long it may say nothing, on its host and elsewhere; 0 is for ever."""
+        """Seconds that it may be silent, on its host and elsewhere; 0 for no limit."""
         self._is_over = is_over
         self.by_tls = False
         """Whether what it opened last has TLS."""

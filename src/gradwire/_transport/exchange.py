@@ -8,7 +8,7 @@ from .._wire.frames import Frame
 
 
 class Exchange:
-    """The response, when it comes, or why it will not. An `Answer` (`base.py`)."""
+    """The response once it has arrived, or the reason why it will not. An `Answer` (`base.py`)."""
 
     __slots__ = ("_wake", "frame", "reason")
 

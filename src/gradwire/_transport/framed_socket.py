@@ -268,7 +268,7 @@ class FrameReader:
         self.came += 1
 
     def _share(self, frame: Frame, segment: int, bulk: int) -> None:
-        """See to what of a frame is in memory that both workers see."""
+        """Complete a frame by what is in shared memory."""
         if self.segments is None:
             raise ProtocolError("frame in shared memory, but none is shared")
         if segment & _SEGMENT:
@@ -376,7 +376,7 @@ class FramedSocket:
             raise
 
     def _place_on_device(self, parcel: Parcel) -> int:
-        """Put the tensors of devices where the other worker can get them, if that can be."""
+        """Put tensors on devices into memory that the other worker maps, if possible."""
         if self._devices is not None:
             return self._devices.place(parcel)
         self._traffic.by_host += parcel.bulk_length - parcel.device_at

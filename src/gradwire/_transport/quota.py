@@ -2,8 +2,8 @@
 
 A request is charged from when its header has come until its response is written. Beyond the limits
 it is answered with an error instead of being run, and its body is dropped as it comes: what members
-ask for together is bounded, and so is what one of them can keep from the others. Who goes on and on
-without a look at the answers loses the connection.
+can use together is bounded, and one of them cannot starve the others. A peer that keeps sending
+without reading the responses loses the connection.
 
 Counts are kept without a lock, because charges are given back in finalizers, too: `+=` of plain
 numbers is not interrupted while there is a GIL. Without one they may be off by as many as threads

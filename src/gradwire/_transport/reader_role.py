@@ -9,15 +9,12 @@ by some thread (`in_delivery`); delivered, which its waiter sees by itself. Thes
 waiter misses it:
 
 R1  A waiter reads only if nothing that was read is left to be delivered, and its own response is
-not being
-    delivered. Otherwise it would block in the socket for what has already come.
-R2  Who reads gives up the role before delivering, because delivering runs user callbacks, which
-may wait on
-    the same connection or for ever.
+    not being delivered. Otherwise it would block in the socket for what has already come.
+R2  Who reads gives up the role before delivering, because delivering runs user callbacks, which may
+    wait on the same connection, or without end.
 R3  Whenever the role is free and there is something for a sleeping waiter to do, to read or to
-deliver, one of
-    them is woken. If none sleeps, the poller reads, at once or, if a waiter will be back, after a
-    moment.
+    deliver, one of them is woken. If none sleeps, the poller reads, at once or, if a waiter will be
+    back, after a moment.
 
     step(w):    nobody reads, nothing unopened ──> READ        something unopened ──> DELIVER
                 another reads, or w is being delivered ──> SLEEP (until done, or woken by R3)

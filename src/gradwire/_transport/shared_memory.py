@@ -134,7 +134,7 @@ class SegmentPool:
         return segment
 
     def page(self, size: int) -> Segment | None:
-        """A segment that is for something else than areas, and is kept; None: there is none."""
+        """A segment that is never reused, for data other than areas; None if none can be made."""
         with self._lock:
             return None if self._broken else self._create(size)
 
@@ -248,7 +248,7 @@ class SegmentMap:
 
 
 class _Holder:
-    """Lives as long as tensors in the segment do. In a forked child it is not its business."""
+    """Returns the segment when the last tensor in it dies; does nothing in a forked child."""
 
     __slots__ = ("_process", "_segment")
 
@@ -331,7 +331,7 @@ class Recycler:
 
 
 class _Returner:
-    """Lives as long as tensors in the memory do."""
+    """Returns the memory when the last tensor in it dies."""
 
     __slots__ = ("_memory", "_recycler")
 

@@ -1,8 +1,8 @@
 """The transport between processes: Unix sockets and shared memory on one host, TCP between hosts.
 
-Listens, lets in who knows the key, connects on first use, and watches over all connections. Nothing
-from an unauthenticated connection is looked at beyond the fixed-size hello and proof. What a worker
-sends to itself goes by a loopback network of its own.
+Listens, admits peers that know the key, connects on first use, and watches over all connections.
+Nothing from an unauthenticated connection is read beyond the fixed-size hello and proof. What a
+worker sends to itself goes by a loopback network of its own.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class SocketTransport:
             addresses.forget_unix(self._unix)
 
     def _free_ended(self) -> None:
-        """See to what ended links leave, in a thread that may wait."""
+        """Clean up after ended links, in a thread that may block."""
         while self._ended_links:
             try:
                 link = self._ended_links.pop()
@@ -334,7 +334,7 @@ class SocketTransport:
         return min([_TICK, *(beat / 3 for beat in beats if beat)])
 
     def _beat(self, link: Connections) -> float:
-        """How long a link may be silent; 0 is for ever."""
+        """Seconds that a link may be silent; 0 for no limit."""
         options = self._options
         return options.heartbeat if link.is_remote else options.host_heartbeat
 

@@ -187,8 +187,8 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
 def _limit_silence(store: TCPStore) -> None:
     """Have requests fail if the store does not answer, as when this machine was cut off from it.
 
-    torch would wait for ever: nothing ends the connection. Which one it is stands in the store's
-    `repr`; where an older torch does not say so there, there is no limit.
+    torch would wait without end: nothing ends the connection. The `repr` of the store names its
+    socket; where that of an older torch does not, there is no limit.
     """
     found = re.search(r"client=TCPClient\(SocketImpl\(fd=(\d+)", repr(store))
     if found is not None:

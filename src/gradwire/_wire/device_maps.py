@@ -63,7 +63,7 @@ def _name(given: Any) -> str:
 
 
 class NoMapError(GradwireError):
-    """A tensor of a device was to be sent along a map that there has to be."""
+    """A tensor on a device cannot be sent: torch requires a device map, and there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,7 +41,7 @@ def install() -> None:
     """Put Gradwire behind `torch.distributed.rpc`, `.autograd`, `.optim` and `.nn`.
 
     In this process, and in all that it starts from now on. Call it first: what a program has
-    imported from those modules before stays torch's. Twice is fine.
+    imported from those modules before stays torch's. Idempotent.
 
     Raises:
         RuntimeError: the program has imported some of it already; says which module has.

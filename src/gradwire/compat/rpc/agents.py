@@ -43,7 +43,7 @@ Around = Callable[[Transport, Executor], Transport]
 
 
 class RpcAgent:
-    """What all agents are."""
+    """The base class of all agents, as in torch."""
 
 
 class TensorPipeAgent(RpcAgent):
@@ -103,11 +103,11 @@ class TensorPipeAgent(RpcAgent):
         return [known(info) for info in self.worker.get_worker_infos()]
 
     def find(self, to: str | int | _WorkerInfo) -> WorkerInfo:
-        """Whom a program means.
+        """The worker that a program names.
 
         Raises:
-            RuntimeError: nobody.
-            ValueError: that is no way to name a worker.
+            RuntimeError: there is none.
+            ValueError: not a valid way to name a worker.
         """
         found = self._infos.get(to)
         if found is not None:
@@ -135,7 +135,7 @@ class TensorPipeAgent(RpcAgent):
     # Calls
 
     def seconds(self, timeout: float | None) -> float:
-        """How long a call may take; 0 is for ever."""
+        """How long a call may take; 0 for no limit."""
         return self.rpc_timeout if timeout is None or timeout < 0 else timeout
 
     def call_sync(
@@ -192,7 +192,7 @@ class TensorPipeAgent(RpcAgent):
             return future.wait() if mode == "sync" else future
         return rref.invoke(mode, method, args, kwargs, self.seconds(timeout))
 
-    # What is going on
+    # Debug information
 
     def get_debug_info(self) -> dict[str, str]:
         worker = self.worker

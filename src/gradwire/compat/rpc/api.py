@@ -63,7 +63,7 @@ def _reset_current_rpc_agent() -> None:
 
 
 def get_rpc_timeout() -> float:
-    """How long a call may take that says nothing about it."""
+    """The timeout of calls that have none of their own."""
     return float(state.get().rpc_timeout)
 
 
@@ -210,7 +210,7 @@ def _wait_all() -> Iterator[None]:
 
 
 class AllGatherStates:
-    """What has come to one gathering."""
+    """The parts of one all-gather that have arrived."""
 
     def __init__(self) -> None:
         self.gathered_objects: dict[str, Any] = {}
@@ -226,7 +226,7 @@ _all_gather_sequence_id_to_states: defaultdict[str, AllGatherStates] = defaultdi
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """An agent was made: have it be the one of this process."""
+    """Make a new agent the one of this process."""
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
@@ -289,10 +289,10 @@ def _all_gather(
 
 
 def _await(states: AllGatherStates, needed: set[str], patience: float | None) -> None:
-    """Wait until all has come, the time is up, or one of those who are needed is gone.
+    """Wait until all parts have arrived, the time is up, or a worker that owes one is gone.
 
     Raises:
-        RuntimeError: who is gone.
+        RuntimeError: a worker is gone; names it.
     """
     signal, worker = states.proceed_signal, state.get().worker
     stop = worker.on_leave(lambda info: signal.set() if info.name in needed else None)

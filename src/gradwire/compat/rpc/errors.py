@@ -1,4 +1,4 @@
-"""Errors with the words that torch's RPC has for them, which programs look for."""
+"""Errors with the messages that torch's RPC has for them, which programs look for."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...errors import CallTimeout, GradwireError
 
 
 class RpcTimeout(CallTimeout):
-    """No answer within the time given."""
+    """No response in time."""
 
     def __str__(self) -> str:
         return (

@@ -175,7 +175,7 @@ class FaultySockets(WrappedTransport):
         )
 
     def _fail_or_delay(self, to: Card, parcel: Parcel) -> float:
-        """For how many seconds a message is held up; raises what it fails with."""
+        """Seconds by which a message is delayed; raises what it fails with."""
         kind = _KINDS.get(parcel.kind, "").format(_speaking.language)
         self._fail_some(to, kind, parcel)
         return self._options.messages_to_delay.get(kind, 0.0)

@@ -13,7 +13,7 @@ DeviceMap = dict[torch.device, torch.device]
 
 
 class RpcBackendOptions:
-    """What all backends have: where to meet, and how long a call may take."""
+    """The options of all backends: where to meet, and how long a call may take."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class RpcBackendOptions:
 
 
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
-    """The usual ones. How bytes are moved (`_transports`, `_channels`) is not for torch to say."""
+    """Those of the usual backend. `_transports` and `_channels` are ignored."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Futures do not travel: programs for torch's RPC expect the error that it has for them."""
+"""Futures cannot be sent: programs for torch's RPC expect the error that it has for them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""References with torch's methods, texts and timeouts."""
+"""References with torch's methods, messages and timeouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs what other workers ask for, with torch's manners: its errors, and what it prints."""
+"""Runs what other workers ask for, as torch does: with its errors, and what it prints."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _prepared(function: Any) -> Any:
 
 
 def _check_copy(error: Exception) -> None:
-    """Raises what torch does in place of an error that cannot be made anew for the caller."""
+    """Raises what torch does in place of an error that cannot be recreated at the caller."""
     try:
         copy.copy(error)
     except Exception as why:  # noqa: BLE001 user code
