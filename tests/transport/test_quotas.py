@@ -131,6 +131,17 @@ def test_connections_beyond_a_number_are_refused(journal: Journal) -> None:
         journal.wait_for("of worker 2: 12 of it are open, the limit is max_peer_conn")
 
 
+def test_a_connection_to_a_worker_that_shuts_down_is_no_news(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with a_world() as workers, stranger(workers[0]) as sock:
+        with monkeypatch.context() as patch:
+            patch.setattr(workers[0]._transport, "_closed", True)
+            send_proof(sock, workers[0], Purpose.SHARED, me=2)
+            assert is_closed(sock)
+        assert "refused" not in caplog.text
+
+
 def test_who_pings_and_does_not_listen_holds_up_nobody() -> None:
     with a_world() as workers, stranger(workers[0]) as sock:
         shake_hands(sock, workers[0], Purpose.SHARED, me=2)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import ProtocolError
+from ..errors import ClosedError, ProtocolError
 from ..locks import CheckedLock
 from ..options import Options
 from ..threads import Executor
@@ -262,6 +262,10 @@ class _Stranger:
             if isinstance(self._sock, TlsSocket):
                 check_name(self._sock, name)
             self._acceptor.welcome(hello, self._sock)
+        except ClosedError as error:  # no fault of the other worker's
+            log.debug("closed a connection of worker %d: %s", hello.sender, error)
+            self._sock.close()
+            return
         except (ProtocolError, RuntimeError) as error:  # no thread for it, say
             self._acceptor.refusals.add(f" of worker {hello.sender}: {error}")
             self._acceptor.receiver.refused(self.origin, str(error))

@@ -306,7 +306,7 @@ class SocketTransport:
         key = (hello.sender, hello.link)
         with self._lock:
             if self._closed:
-                raise ProtocolError("this worker is shut down")
+                raise ClosedError("this worker is shut down")
             self._check_number(hello.sender)
             link = self._in.get(key)
             if link is None:
