@@ -1,5 +1,7 @@
 """Tensors in shared memory between workers: kept intact, used again, given back."""
 
+import gc
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -14,6 +16,8 @@ from tests.transport.calls import (
     pool,
 )
 from tests.worlds import (
+    close_world,
+    open_world,
     socket_world,
     wait_until,
 )
@@ -88,7 +92,7 @@ def test_segments_are_used_again_when_their_tensors_are_dropped() -> None:
         wait_until(lambda: in_use(pool(workers[0])) == 0)
 
 
-def test_segments_that_do_not_come_back_are_not_made_for_ever(
+def test_no_more_segments_are_made_than_come_back(
     kept: list[torch.Tensor],
 ) -> None:
     with socket_world(2) as workers:
@@ -105,6 +109,22 @@ def test_tensors_outlive_the_worker_that_received_them() -> None:
         ]
     for i, result in enumerate(results, start=1):
         assert torch.equal(result, noise(1 << 20, i))
+
+
+def test_a_link_whose_end_is_noticed_late_is_not_kept_by_a_closed_worker() -> None:
+    workers = open_world(2)
+    workers[0].rpc_sync("worker1", max, (1, 2))
+    link = workers[0]._transport._out[1]
+    # Another thread is about to tell of it, as after a hang-up.
+    told, link.shared._on_ended = link.shared._on_ended, None
+    close_world(workers)
+    assert told is not None
+    told(link.shared, EOFError())
+    link.shared.stop_using()
+    gone = weakref.ref(link)
+    del link, told
+    gc.collect()
+    assert gone() is None
 
 
 def test_segments_need_no_descriptors() -> None:

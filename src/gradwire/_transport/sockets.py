@@ -70,6 +70,7 @@ class SocketTransport:
         self._making: dict[int, CheckedLock] = {}
         self._acceptor: Acceptor | None = None
         self._closed = False
+        self._frees_at_once = False  # no task will: the executor ends
         self._ticked_at = time.monotonic()
         try:
             self._listen(rendezvous)
@@ -194,6 +195,7 @@ class SocketTransport:
             self._acceptor.close()
         for link in links:
             link.close(goodbye=True)
+        self._frees_at_once = True
         self._free_ended()
         self._own.close()
         self._poller.close()
@@ -269,7 +271,10 @@ class SocketTransport:
 
     def _ended(self, link: Connections, reason: str | None) -> None:
         self._ended_links.append(link)
-        self._executor.submit(self._free_ended)
+        if self._frees_at_once:
+            self._free_ended()
+        else:
+            self._executor.submit(self._free_ended)
         with self._lock:
             self._out = {k: v for k, v in self._out.items() if v is not link}
             self._in = {k: v for k, v in self._in.items() if v is not link}
