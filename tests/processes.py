@@ -19,6 +19,7 @@ from typing import IO, Any
 import gradwire
 from gradwire._transport.faulty import Faults
 from gradwire._transport.stores import find_place
+from gradwire.api import enter
 from gradwire.worker import Worker
 from tests.worlds import LIMIT, close_world, join_world, wait_until
 
@@ -192,6 +193,17 @@ class Processes:
         for process in self._started:
             process.tell_to_end()
         close_world([worker])
+
+    @contextmanager
+    def serving_world(self, size: int) -> Iterator[list[Process]]:
+        """Be worker0 as users are; the others, which serve, run in these processes."""
+        servers = [self.serve(rank, size) for rank in range(1, size)]
+        with self.world(size) as worker:
+            before = enter(worker)
+            try:
+                yield servers
+            finally:
+                enter(before)
 
     def close(self) -> None:
         """End all of them. pytest shows what is written here if the test failed."""

@@ -135,7 +135,8 @@ def in_flight(worker: Worker) -> str:
 
 # Worlds over loopback
 
-orders = pytest.mark.parametrize("seed", [None, 1, 2], ids="fifo seed1 seed2".split())
+SEEDS, ORDERS = (None, 1, 2), ("fifo", "seed1", "seed2")
+orders = pytest.mark.parametrize("seed", SEEDS, ids=ORDERS)
 """In order, and with messages that overtake each other."""
 
 
@@ -393,6 +394,25 @@ def socket_world(size: int, **options: Any) -> Iterator[list[Worker]]:
         close_world(workers, graceful=False)
         raise
     close_world(workers)
+
+
+@contextmanager
+def limited_world(
+    release: Callable[[], object], **limits: Any
+) -> Iterator[list[Worker]]:
+    """Three workers, of which the first has these limits, and serves the second to the end.
+
+    `release` ends the functions that a test has started.
+    """
+    workers = open_world(3, unix_sockets=False, apart={0: limits})
+    try:
+        yield workers
+        release()
+        assert workers[1].rpc_sync("worker0", max, (1, 2), timeout=LIMIT) == 2
+        assert workers[1].rpc_async("worker0", max, (1, 2), timeout=LIMIT).wait() == 2
+    finally:
+        release()
+        close_world(workers, graceful=False)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from gradwire.api import current_worker, enter
 from gradwire.errors import GradwireError, WorkerLostError
 from gradwire.testing import World
 from tests.autograd.functions import doubles
-from tests.processes import Process, Processes
+from tests.processes import Processes
 from tests.worlds import (
     LIMIT,
     Autograds,
@@ -259,18 +259,6 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
     started.close()
 
 
-@contextmanager
-def world(processes: Processes, size: int) -> Iterator[list[Process]]:
-    """The test is worker 0; the others run in these processes."""
-    servers = [processes.serve(rank, size) for rank in range(1, size)]
-    with processes.world(size) as worker:
-        before = enter(worker)
-        try:
-            yield servers
-        finally:
-            enter(before)
-
-
 def train_in_threads(count: int, path: list[str]) -> int:
     """Passes at the same time, each in its own context; how many were exact."""
     worker, exact = current_worker(), []
@@ -294,7 +282,7 @@ def train_in_threads(count: int, path: list[str]) -> int:
 
 @pytest.mark.slow
 def test_twenty_threads_of_three_workers_at_once(processes: Processes) -> None:
-    with world(processes, 3):
+    with processes.serving_world(3):
         workers = ["worker0", "worker1", "worker2"]
         args = 20, ["worker1", "worker2"]
         futures = [gw.rpc_async(name, train_in_threads, args) for name in workers]
@@ -347,7 +335,7 @@ def nobody_waits() -> bool:
 @pytest.mark.slow
 def test_a_worker_that_is_killed_in_a_pass(processes: Processes) -> None:
     _entered.clear()
-    with world(processes, 4) as (_, victim, _):
+    with processes.serving_world(4) as (_, victim, _):
         caught: list[tuple[float, BaseException]] = []
         with gw.context() as ctx:
             x = doubles(3)

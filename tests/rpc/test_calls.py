@@ -4,7 +4,7 @@ import asyncio
 import functools
 import operator
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,12 +16,6 @@ from tests.rpc.functions import add, held, holding, never, whoami
 from tests.worlds import LIMIT, in_flight, orders
 
 LARGE = 100_000  # elements: travels in the bulk area
-
-
-@pytest.fixture(params=[None, 1, 2], ids="fifo seed1 seed2".split())
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(3, seed=request.param) as world:
-        yield world
 
 
 # Whom

@@ -1,7 +1,6 @@
 """All workers of a world together: gathering, coming and going, and the end."""
 
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -27,13 +26,6 @@ from tests.worlds import (
     together,
     wait_until,
 )
-
-
-@pytest.fixture(params=[None, 1, 2], ids="fifo seed1 seed2".split())
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(3, seed=request.param) as world:
-        yield world
-
 
 # Gathering
 

@@ -6,7 +6,7 @@ import logging
 import operator
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,13 +19,6 @@ from gradwire._transport.loopback import LoopbackTransport
 from gradwire.testing import World
 from tests.rpc.functions import Boom, add, boom, held, holding, never, whoami
 from tests.worlds import LIMIT, in_flight, meanwhile, wait_until
-
-
-@pytest.fixture(params=[None, 1], ids=["fifo", "seed1"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(3, seed=request.param) as world:
-        yield world
-
 
 # Waiting
 

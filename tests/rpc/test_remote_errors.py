@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,12 +11,6 @@ import gradwire as gw
 from gradwire.testing import World
 from tests.rpc.functions import Boom, boom, never, whoami
 from tests.worlds import LIMIT, in_flight
-
-
-@pytest.fixture(params=[None, 1], ids=["fifo", "seed1"])
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(3, seed=request.param) as world:
-        yield world
 
 
 def failure(world: World, func: Callable[..., Any], *args: Any) -> Exception:

@@ -3,7 +3,6 @@
 import operator
 import pickle
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,12 +15,6 @@ from tests.rpc.functions import held, holding
 from tests.worlds import in_flight
 
 LARGE = 100_000  # elements: travels in the bulk area
-
-
-@pytest.fixture(params=[None, 1, 2], ids="fifo seed1 seed2".split())
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(3, seed=request.param) as world:
-        yield world
 
 
 class Box:

@@ -7,7 +7,7 @@ import pytest
 from gradwire._rref import held_forks, notifier, serialization
 from gradwire.testing import World
 from tests.rref.lossy import WORLDS, entered
-from tests.worlds import PostedWorld
+from tests.worlds import ORDERS, SEEDS, PostedWorld, three_workers
 
 
 @pytest.fixture
@@ -19,8 +19,22 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(held_forks, "PATIENCE", 0.3)
 
 
-@pytest.fixture(params=WORLDS)
+@pytest.fixture(params=SEEDS, ids=ORDERS)
 def world(request: pytest.FixtureRequest) -> Iterator[World]:
+    """Also with messages that overtake each other."""
+    with three_workers(seed=request.param) as opened:
+        yield opened
+
+
+@pytest.fixture
+def plain() -> Iterator[World]:
+    """One world is enough for what does not depend on the order of messages."""
+    with three_workers() as opened:
+        yield opened
+
+
+@pytest.fixture(params=WORLDS)
+def lossy_world(request: pytest.FixtureRequest) -> Iterator[World]:
     opened = WORLDS[request.param](3)
     with entered(opened):
         yield opened

@@ -2,7 +2,6 @@
 
 import gc
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,20 +12,6 @@ from tests.rpc.functions import Boom, add, boom, held, holding, never
 from tests.rref.uses import attempts, uses
 from tests.rref.values import Value, fetched, same
 from tests.worlds import LIMIT, orders, wait_until, wait_until_no_references
-
-
-@pytest.fixture(params=[None, 1, 2], ids="fifo seed1 seed2".split())
-def world(request: pytest.FixtureRequest) -> Iterator[World]:
-    with World(3, seed=request.param) as world, world.as_worker(0):
-        yield world
-
-
-@pytest.fixture
-def plain() -> Iterator[World]:
-    """One world is enough for what does not depend on the order of messages."""
-    with World(3) as world, world.as_worker(0):
-        yield world
-
 
 ME, OTHER = "worker0", "worker1"
 both = pytest.mark.parametrize("to", [ME, OTHER])

@@ -68,7 +68,9 @@ pytestmark = pytest.mark.usefixtures("impatient")
     ],
     ids="-".join,
 )
-def test_a_reference_can_be_passed_on(world: World, route: tuple[str, ...]) -> None:
+def test_a_reference_can_be_passed_on(
+    lossy_world: World, route: tuple[str, ...]
+) -> None:
     name = "-".join(route)
     rref = gw.remote("worker1", Value, (name,))
     assert passed(rref, *route) == name
@@ -80,7 +82,7 @@ def test_a_reference_can_be_passed_on(world: World, route: tuple[str, ...]) -> N
 
 @pytest.mark.parametrize("route", [("worker1",), ("worker1", "worker2"), ("worker0",)])
 def test_a_local_reference_can_be_passed_on(
-    world: World, route: tuple[str, ...]
+    lossy_world: World, route: tuple[str, ...]
 ) -> None:
     rref = local("local")
     assert passed(rref, *route) == "local"
@@ -93,7 +95,7 @@ def fetch_and_name_holders(rref: gw.RRef[Any]) -> list[str]:
     return holders(rref)
 
 
-def test_the_first_fetch_tells_the_owner_of_the_fork(world: World) -> None:
+def test_the_first_fetch_tells_the_owner_of_the_fork(lossy_world: World) -> None:
     rref = gw.remote("worker1", Value, ("known",))
     found = gw.rpc_sync("worker2", fetch_and_name_holders, (rref,))
     assert found == ["worker0", "worker2"]
@@ -121,7 +123,9 @@ def test_a_function_does_not_wait_until_the_owner_knows_of_the_fork(
     wait_until_freed("runs")
 
 
-def test_a_handle_can_be_dropped_while_the_call_is_under_way(world: World) -> None:
+def test_a_handle_can_be_dropped_while_the_call_is_under_way(
+    lossy_world: World,
+) -> None:
     with holding() as hold:
         future = gw.rpc_async("worker2", held, (gw.remote("worker1", Value, ("x",)),))
         assert hold.entered.wait(LIMIT)
@@ -133,12 +137,12 @@ def test_a_handle_can_be_dropped_while_the_call_is_under_way(world: World) -> No
     wait_until_freed("x")
 
 
-def test_what_a_function_keeps_stays(world: World) -> None:
+def test_what_a_function_keeps_stays(lossy_world: World) -> None:
     rref = gw.remote("worker1", Value, ("kept",))
     gw.rpc_sync("worker2", keep, (rref,))
     del rref
-    wait_until(lambda: not tables(world[0])["held"])
-    wait_until_held(world[1], 1)
+    wait_until(lambda: not tables(lossy_world[0])["held"])
+    wait_until_held(lossy_world[1], 1)
     assert not ended["kept"]
     [[other]] = kept.values()
     assert other.to_here() == "kept"
@@ -177,9 +181,11 @@ def unpacked(name: str, thing: Any) -> Any:
     return name_of(PACKED[name][1](thing))
 
 
-@pytest.mark.parametrize("world", ["fifo", "lossy1"], indirect=True)
+@pytest.mark.parametrize("lossy_world", ["fifo", "lossy1"], indirect=True)
 @pytest.mark.parametrize("name", PACKED)
-def test_references_travel_inside_of_other_things(world: World, name: str) -> None:
+def test_references_travel_inside_of_other_things(
+    lossy_world: World, name: str
+) -> None:
     pack, unpack = PACKED[name]
     rref = gw.remote("worker1", Value, (name,))
     for to in ("worker0", "worker1", "worker2"):
@@ -194,7 +200,7 @@ def test_references_travel_inside_of_other_things(world: World, name: str) -> No
     wait_until_freed(name)
 
 
-def test_a_function_can_hold_references_too(world: World) -> None:
+def test_a_function_can_hold_references_too(lossy_world: World) -> None:
     holder = Holder(gw.remote("worker1", Value, ("bound",)))
     assert gw.rpc_sync("worker2", holder.fetch) == "bound"
     bound = functools.partial(fetched, holder.rref)
@@ -203,7 +209,7 @@ def test_a_function_can_hold_references_too(world: World) -> None:
     wait_until_freed("bound")
 
 
-def test_the_same_reference_twice_in_a_message_is_one(world: World) -> None:
+def test_the_same_reference_twice_in_a_message_is_one(lossy_world: World) -> None:
     rref = gw.remote("worker1", Value, ("twice",))
     first, rest = gw.rpc_sync("worker2", same, ((rref, [rref]),))
     assert first is rest[0]
@@ -212,7 +218,7 @@ def test_the_same_reference_twice_in_a_message_is_one(world: World) -> None:
     wait_until_freed("twice")
 
 
-def test_many_references_in_one_message_all_come(world: World) -> None:
+def test_many_references_in_one_message_all_come(lossy_world: World) -> None:
     names = [f"many{i}" for i in range(30)]
     rrefs = [gw.remote(f"worker{i % 3}", Value, (n,)) for i, n in enumerate(names)]
     back = gw.rpc_sync("worker2", same, (rrefs,))
@@ -224,7 +230,7 @@ def test_many_references_in_one_message_all_come(world: World) -> None:
 # Replies
 
 
-def test_a_call_can_return_a_reference_of_its_own(world: World) -> None:
+def test_a_call_can_return_a_reference_of_its_own(lossy_world: World) -> None:
     rref = gw.rpc_sync("worker1", local, ("own",))
     assert rref.owner_name() == "worker1"
     assert rref.to_here() == "own"
@@ -234,7 +240,9 @@ def test_a_call_can_return_a_reference_of_its_own(world: World) -> None:
 
 
 @pytest.mark.parametrize("to", ["worker0", "worker1", "worker2"])
-def test_a_call_can_return_a_reference_to_anyones_value(world: World, to: str) -> None:
+def test_a_call_can_return_a_reference_to_anyones_value(
+    lossy_world: World, to: str
+) -> None:
     rref = gw.rpc_sync("worker2", make_at, (to, "anyone"))
     assert rref.owner_name() == to
     assert rref.is_owner() == (to == "worker0")
@@ -243,7 +251,7 @@ def test_a_call_can_return_a_reference_to_anyones_value(world: World, to: str) -
     wait_until_freed("anyone")
 
 
-def test_what_comes_back_to_its_owner_is_the_value_itself(world: World) -> None:
+def test_what_comes_back_to_its_owner_is_the_value_itself(lossy_world: World) -> None:
     rref = local("home")
     back = gw.rpc_sync("worker2", same, (rref,))
     assert back.local_value() is rref.local_value()
@@ -253,14 +261,14 @@ def test_what_comes_back_to_its_owner_is_the_value_itself(world: World) -> None:
     wait_until_freed("home")
 
 
-def test_a_result_that_nobody_takes_is_freed(world: World) -> None:
+def test_a_result_that_nobody_takes_is_freed(lossy_world: World) -> None:
     gw.rpc_sync("worker1", local, ("unused",))
     wait_until_freed("unused")
     gw.rpc_async("worker2", make_at, ("worker1", "thrown away"))
     wait_until_freed("thrown away")
 
 
-def test_a_reference_to_a_reference_keeps_both(world: World) -> None:
+def test_a_reference_to_a_reference_keeps_both(lossy_world: World) -> None:
     inner = gw.remote("worker2", Value, ("inner",))
     outer = gw.remote("worker1", same, (inner,))
     del inner
@@ -273,21 +281,21 @@ def test_a_reference_to_a_reference_keeps_both(world: World) -> None:
     wait_until_freed("inner")
 
 
-def test_everyone_can_gather_references(world: World) -> None:
+def test_everyone_can_gather_references(lossy_world: World) -> None:
     def share(worker: gw.Worker) -> list[str]:
         mine = local(f"of {worker.name}")
         everyone = worker.all_gather(mine)
         return [name_of(everyone[name]) for name in sorted(everyone)]
 
     names = [f"of worker{i}" for i in range(3)]
-    assert world.run(share) == [names] * 3
+    assert lossy_world.run(share) == [names] * 3
     wait_until_freed(*names)
 
 
 # Methods
 
 
-def test_methods_take_and_give_references(world: World) -> None:
+def test_methods_take_and_give_references(lossy_world: World) -> None:
     rref = gw.remote("worker1", Value, ("first",))
     other = gw.remote("worker2", Value, ("second",))
     rref.rpc_sync().keep(other)
@@ -303,7 +311,7 @@ def test_methods_take_and_give_references(world: World) -> None:
     wait_until_freed("second")
 
 
-def test_calls_under_way_keep_the_value(world: World) -> None:
+def test_calls_under_way_keep_the_value(lossy_world: World) -> None:
     future = gw.remote("worker1", Value, ("short",)).rpc_async()("lived")
     assert future.wait() == "short lived"
     assert gw.remote("worker1", Value, ("shorter",)).remote().where().to_here() == (
@@ -380,11 +388,11 @@ def test_a_call_that_never_comes_fails_all_who_wait(posted: PostedWorld) -> None
 # Many at once
 
 
-def test_references_go_around_in_a_ring(world: World) -> None:
+def test_references_go_around_in_a_ring(lossy_world: World) -> None:
     rrefs = [gw.remote(to, Value, (f"ring{to}",)) for to in range(3)]
 
     def run(rref: gw.RRef[Any], name: str) -> None:
-        with world.as_worker(0):
+        with lossy_world.as_worker(0):
             for hops in range(1, 8):
                 assert hop(rref, hops) == name
 
@@ -513,9 +521,9 @@ def test_debug_info_tells_who_owns_holds_and_carries_what(posted: PostedWorld) -
     future.wait()
 
 
-def test_many_threads_make_and_drop_at_once(world: World) -> None:
+def test_many_threads_make_and_drop_at_once(lossy_world: World) -> None:
     def body(number: int) -> None:
-        with world.as_worker(0):
+        with lossy_world.as_worker(0):
             for i in range(30):
                 name = f"thread{number}.{i}"
                 rref = gw.remote("worker1", Value, (name,))

@@ -16,13 +16,7 @@ REFUSED = r"value 0\.1 of worker 'worker1' was not given to worker 2"
 
 
 @pytest.fixture
-def world() -> Iterator[World]:
-    with World(3) as opened, opened.as_worker(0):
-        yield opened
-
-
-@pytest.fixture
-def secret(world: World) -> Iterator[gw.RRef[list[int]]]:
+def secret(plain: World) -> Iterator[gw.RRef[list[int]]]:
     """A value of worker1 that worker0 has; it is still there, and as it was, in the end."""
     rref = gw.remote(OWNER, list, ([1, 2],))
     assert rref.to_here() == [1, 2]
@@ -45,39 +39,39 @@ FORKS = pytest.mark.parametrize(
 
 @FORKS
 def test_it_cannot_fetch_the_value(
-    world: World, secret: gw.RRef[list[int]], fork: int
+    plain: World, secret: gw.RRef[list[int]], fork: int
 ) -> None:
     with pytest.raises(gw.NotAllowedError, match=REFUSED):
-        say(world, Fetch(VALUE, fork, "value"))
+        say(plain, Fetch(VALUE, fork, "value"))
 
 
 @FORKS
 def test_it_cannot_call_a_method(
-    world: World, secret: gw.RRef[list[int]], fork: int
+    plain: World, secret: gw.RRef[list[int]], fork: int
 ) -> None:
     with pytest.raises(gw.NotAllowedError, match=REFUSED):
-        say(world, Invoke("append", (3,), {}, capture(), (VALUE, fork)))
+        say(plain, Invoke("append", (3,), {}, capture(), (VALUE, fork)))
     made = fork_id(FORGER, 9)
-    say(world, Create("append", (3,), {}, capture(), (made, VALUE, fork)))
+    say(plain, Create("append", (3,), {}, capture(), (made, VALUE, fork)))
     with pytest.raises(gw.NotAllowedError, match=REFUSED):
-        say(world, Fetch(made, made, "value"))
+        say(plain, Fetch(made, made, "value"))
 
 
-def test_it_cannot_be_counted_in(world: World, secret: gw.RRef[list[int]]) -> None:
+def test_it_cannot_be_counted_in(plain: World, secret: gw.RRef[list[int]]) -> None:
     fork = fork_id(FORGER, 1)
-    assert say(world, Adopt(VALUE, fork)) is False
+    assert say(plain, Adopt(VALUE, fork)) is False
     with pytest.raises(gw.NotAllowedError, match=REFUSED):
-        say(world, Fetch(VALUE, fork, "value"))
+        say(plain, Fetch(VALUE, fork, "value"))
 
 
 def test_it_cannot_release_what_another_one_holds(
-    world: World, secret: gw.RRef[list[int]]
+    plain: World, secret: gw.RRef[list[int]]
 ) -> None:
-    say(world, Notes([(VALUE, VALUE)], [], []))
+    say(plain, Notes([(VALUE, VALUE)], [], []))
     assert secret.to_here() == [1, 2]
 
 
 def test_who_it_was_passed_to_can_use_it(
-    world: World, secret: gw.RRef[list[int]]
+    plain: World, secret: gw.RRef[list[int]]
 ) -> None:
     assert gw.rpc_sync(FORGER, gw.RRef.to_here, (secret,)) == [1, 2]

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("impatient")
 # Garbage
 
 
-def test_a_value_that_refers_to_itself_is_garbage(world: World) -> None:
+def test_a_value_that_refers_to_itself_is_garbage(lossy_world: World) -> None:
     rref = local("narcissus")
     rref.local_value().keep(rref)
     watch = weakref.ref(rref.local_value())
@@ -38,17 +38,17 @@ def test_a_value_that_refers_to_itself_is_garbage(world: World) -> None:
     wait_until_freed("narcissus")
 
 
-def test_a_remote_value_that_refers_to_itself_is_garbage(world: World) -> None:
+def test_a_remote_value_that_refers_to_itself_is_garbage(lossy_world: World) -> None:
     rref = gw.remote("worker1", Value, ("echo",))
     rref.rpc_sync().keep([rref])
     del rref
-    wait_until(lambda: not tables(world[0])["held"])
-    wait_until_held(world[1], 0)
+    wait_until(lambda: not tables(lossy_world[0])["held"])
+    wait_until_held(lossy_world[1], 0)
     gc.collect()
     wait_until_freed("echo")
 
 
-def test_a_cycle_of_a_user_through_a_reference_is_garbage(world: World) -> None:
+def test_a_cycle_of_a_user_through_a_reference_is_garbage(lossy_world: World) -> None:
     holder = Holder(gw.remote("worker1", Value, ("looped",)))
     holder.me = holder
     holder.future = holder.rref.to_here_async()
@@ -61,7 +61,7 @@ def test_a_cycle_of_a_user_through_a_reference_is_garbage(world: World) -> None:
     wait_until_freed("looped")
 
 
-def test_a_reference_alone_needs_no_garbage_collector(world: World) -> None:
+def test_a_reference_alone_needs_no_garbage_collector(lossy_world: World) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -81,7 +81,7 @@ def test_a_reference_alone_needs_no_garbage_collector(world: World) -> None:
         gc.enable()
 
 
-def test_a_failed_reference_needs_no_garbage_collector(world: World) -> None:
+def test_a_failed_reference_needs_no_garbage_collector(lossy_world: World) -> None:
     gc.collect()
     gc.disable()
     try:
@@ -90,6 +90,6 @@ def test_a_failed_reference_needs_no_garbage_collector(world: World) -> None:
             with pytest.raises(Boom):
                 rref.to_here()
         del rref
-        wait_until_no_references(world)
+        wait_until_no_references(lossy_world)
     finally:
         gc.enable()

@@ -45,14 +45,14 @@ pytestmark = pytest.mark.usefixtures("impatient")
 # Workers that die
 
 
-def test_values_that_only_a_lost_worker_held_are_freed(world: World) -> None:
+def test_values_that_only_a_lost_worker_held_are_freed(lossy_world: World) -> None:
     alone = gw.remote("worker1", Value, ("alone",))
     shared = gw.remote("worker1", Value, ("shared",))
     gw.rpc_sync("worker2", keep, ([alone, shared],))
     del alone
-    wait_until(lambda: len(tables(world[0])["held"]) == 1)
+    wait_until(lambda: len(tables(lossy_world[0])["held"]) == 1)
     assert not ended["alone"]
-    world.kill(2)
+    lossy_world.kill(2)
     wait_until_freed("alone")
     assert shared.to_here() == "shared"
     assert holders(shared) == ["worker0"]
@@ -60,20 +60,20 @@ def test_values_that_only_a_lost_worker_held_are_freed(world: World) -> None:
     wait_until_freed("shared")
 
 
-def test_a_lost_creator_takes_its_values_along(world: World) -> None:
+def test_a_lost_creator_takes_its_values_along(lossy_world: World) -> None:
     names = [f"creator{i}" for i in range(3)]
-    with world.as_worker(2):
+    with lossy_world.as_worker(2):
         made = [gw.remote("worker1", Value, (name,)) for name in names]
         [rref.to_here() for rref in made]
         gw.rpc_sync("worker0", keep, (made[2],))
-    world.kill(2)
+    lossy_world.kill(2)
     wait_until_freed(*names[:2])
     assert kept["worker0"][0].to_here() == "creator2"
     kept.clear()
     wait_until_freed("creator2")
 
 
-def test_uses_of_a_lost_owners_value_fail_at_once(world: World) -> None:
+def test_uses_of_a_lost_owners_value_fail_at_once(lossy_world: World) -> None:
     started = time.monotonic()
     with holding() as hold:
         rref = gw.remote("worker1", Value, ("there",))
@@ -89,7 +89,7 @@ def test_uses_of_a_lost_owners_value_fail_at_once(world: World) -> None:
         chained = pending.remote().anything()
         gw.rpc_sync("worker2", keep, (rref,))
         assert hold.entered.wait(LIMIT)
-        with meanwhile(lambda: world.kill(1)):  # it waits for the function
+        with meanwhile(lambda: lossy_world.kill(1)):  # it waits for the function
             for future in waiting:
                 check_lost(future.wait)
             hold.release.set()
@@ -109,7 +109,7 @@ def test_uses_of_a_lost_owners_value_fail_at_once(world: World) -> None:
         gw.rpc_sync("worker2", lambda: kept["worker2"][0])
     assert time.monotonic() - started < 2 * SOON
     gc.collect()  # the errors' frames
-    wait_until(lambda: not tables(world[0])["held"])
+    wait_until(lambda: not tables(lossy_world[0])["held"])
     assert repr(rref).startswith("<RRef 0.1, owner 'worker1'")
 
 
@@ -157,11 +157,11 @@ def test_a_reference_whose_sender_dies_before_the_owner_knows_of_it_is_of_no_use
     wait_until_no_references(posted)
 
 
-def test_a_reference_that_came_outlives_its_sender(world: World) -> None:
-    with world.as_worker(2):
+def test_a_reference_that_came_outlives_its_sender(lossy_world: World) -> None:
+    with lossy_world.as_worker(2):
         rref = gw.remote("worker1", Value, ("inherited",))
         gw.rpc_sync("worker0", keep, (rref,))
-    world.kill(2)
+    lossy_world.kill(2)
     wait_until(lambda: holders(rref) == ["worker0"])
     assert kept["worker0"][0].to_here() == "inherited"
     kept.clear()
@@ -184,16 +184,18 @@ def test_a_receiver_that_dies_gives_back_what_was_on_its_way(
 
 
 @pytest.mark.parametrize("to", [1, 2])
-def test_a_reference_returned_to_a_dead_caller_is_freed(world: World, to: int) -> None:
+def test_a_reference_returned_to_a_dead_caller_is_freed(
+    lossy_world: World, to: int
+) -> None:
     """To the one who called and is gone, and to the one who is gone before it is sent."""
-    with world.as_worker(0), holding() as hold:
+    with lossy_world.as_worker(0), holding() as hold:
         gw.rpc_async(to, hold_and_make, ("dead letter",))
         assert hold.entered.wait(LIMIT)
-        world.kill(0)
+        lossy_world.kill(0)
         hold.release.set()
     wait_until(lambda: "dead letter" in ended)
     wait_until_freed("dead letter")
-    wait_until_no_references(world)
+    wait_until_no_references(lossy_world)
 
 
 def hold_and_make(name: str) -> Any:
@@ -202,16 +204,16 @@ def hold_and_make(name: str) -> Any:
     return [gw.RRef(Value(name)), gw.remote("worker1", nothing)]
 
 
-def test_a_lost_worker_does_not_keep_shutdown_waiting(world: World) -> None:
+def test_a_lost_worker_does_not_keep_shutdown_waiting(lossy_world: World) -> None:
     rref = gw.remote("worker1", Value, ("held on",))
     gw.rpc_sync("worker2", keep, (rref,))
-    with holding() as hold, world.as_worker(2):
+    with holding() as hold, lossy_world.as_worker(2):
         gw.rpc_async("worker1", hold_and_make, ("unread",))
         assert hold.entered.wait(LIMIT)
-        world.kill(2)
+        lossy_world.kill(2)
         hold.release.set()
         started = time.monotonic()
-        world.shutdown()
+        lossy_world.shutdown()
     assert time.monotonic() - started < SOON
     del rref
     kept.clear()
@@ -221,14 +223,16 @@ def test_a_lost_worker_does_not_keep_shutdown_waiting(world: World) -> None:
 # Calls that end too early or too late
 
 
-def test_a_call_that_times_out_lets_go_when_its_function_ends(world: World) -> None:
+def test_a_call_that_times_out_lets_go_when_its_function_ends(
+    lossy_world: World,
+) -> None:
     rref, mine = gw.remote("worker1", Value, ("slow",)), local("mine")
     with holding() as hold:
         with pytest.raises(gw.CallTimeout):
             gw.rpc_sync("worker2", held, ([rref, mine],), timeout=0.1)
         del rref, mine
         assert hold.entered.wait(LIMIT)
-        wait_until(lambda: not tables(world[0])["on_their_way"])
+        wait_until(lambda: not tables(lossy_world[0])["on_their_way"])
         gc.collect()
         assert not ended["slow"]
         assert not ended["mine"]
@@ -237,7 +241,7 @@ def test_a_call_that_times_out_lets_go_when_its_function_ends(world: World) -> N
     wait_until_freed("slow", "mine")
 
 
-def test_a_call_that_fails_lets_go_of_its_references(world: World) -> None:
+def test_a_call_that_fails_lets_go_of_its_references(lossy_world: World) -> None:
     for to in range(3):
         rref, mine = gw.remote("worker1", Value, (f"a{to}",)), local(f"b{to}")
         with pytest.raises(Boom):

@@ -6,7 +6,7 @@ key.
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -22,7 +22,6 @@ from gradwire._wire.messages import PING, Call
 from gradwire.options import Options
 from gradwire.worker import Worker
 from tests.transport.strangers import (
-    KEY,
     Journal,
     is_closed,
     send_proof,
@@ -30,7 +29,7 @@ from tests.transport.strangers import (
     stranger,
 )
 from tests.wire.round_trip import Codec
-from tests.worlds import LIMIT, close_world, open_world, wait_until
+from tests.worlds import LIMIT, limited_world, wait_until
 
 GO_ON = threading.Event()
 
@@ -48,20 +47,6 @@ def go_on() -> Iterator[None]:
     GO_ON.set()
 
 
-@contextmanager
-def a_world(**limits: Any) -> Iterator[list[Worker]]:
-    """Three workers, of which the first has these limits, and serves the second to the end."""
-    workers = open_world(3, key=KEY, unix_sockets=False, apart={0: limits})
-    try:
-        yield workers
-        GO_ON.set()
-        assert workers[1].rpc_sync("worker0", max, (1, 2), timeout=LIMIT) == 2
-        assert workers[1].rpc_async("worker0", max, (1, 2), timeout=LIMIT).wait() == 2
-    finally:
-        GO_ON.set()
-        close_world(workers, graceful=False)
-
-
 def in_flight(worker: Worker, peer: int) -> tuple[int, int]:
     """How many requests of a peer, and how many bytes."""
     found: Quota | None = worker._transport._quotas.get(peer)
@@ -75,7 +60,7 @@ def frame(function: Callable[..., object], *args: object, call: int) -> bytes:
 
 
 def test_requests_beyond_a_number_are_answered_with_an_error() -> None:
-    with a_world(max_peer_requests=4) as workers:
+    with limited_world(GO_ON.set, max_peer_requests=4) as workers:
         waiting = [workers[2].rpc_async("worker0", held, timeout=0) for _ in range(4)]
         wait_until(lambda: in_flight(workers[0], 2)[0] == 4)
         for _ in range(3):
@@ -92,7 +77,7 @@ def test_requests_beyond_a_number_are_answered_with_an_error() -> None:
 @pytest.mark.parametrize("size", [100_000, 700_000, 3 << 20])
 def test_requests_beyond_a_size_are_dropped_as_they_come(size: int) -> None:
     x = torch.zeros(size, dtype=torch.uint8)
-    with a_world(max_peer_memory=1 << 20) as workers:
+    with limited_world(GO_ON.set, max_peer_memory=1 << 20) as workers:
         fit = (1 << 20) // size
         calls = [workers[2].rpc_async("worker0", held, (x,)) for _ in range(fit)]
         wait_until(lambda: len(calls) == in_flight(workers[0], 2)[0])
@@ -110,7 +95,7 @@ def test_what_is_cut_short_is_not_in_flight() -> None:
     x = torch.zeros(700_000, dtype=torch.uint8)
     codec = Codec(Limits(1 << 20, 1 << 20), plain_only=False)
     parcel = codec.call(Call(held, (x,), {}, None), Manner())
-    with a_world(max_peer_memory=1 << 20) as workers:
+    with limited_world(GO_ON.set, max_peer_memory=1 << 20) as workers:
         for link in range(3):
             with stranger(workers[0]) as sock:
                 shake_hands(sock, workers[0], Purpose.LEASED, me=2, link=link)
@@ -120,7 +105,10 @@ def test_what_is_cut_short_is_not_in_flight() -> None:
 
 
 def test_connections_beyond_a_number_are_refused(journal: Journal) -> None:
-    with a_world(max_peer_connections=12) as workers, ExitStack() as stack:
+    with (
+        limited_world(GO_ON.set, max_peer_connections=12) as workers,
+        ExitStack() as stack,
+    ):
         for link in range(12):
             sock = stack.enter_context(stranger(workers[0]))
             shake_hands(sock, workers[0], Purpose.LEASED, me=2, link=link % 5)
@@ -134,7 +122,7 @@ def test_connections_beyond_a_number_are_refused(journal: Journal) -> None:
 def test_a_connection_to_a_worker_that_shuts_down_is_no_news(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with a_world() as workers, stranger(workers[0]) as sock:
+    with limited_world(GO_ON.set) as workers, stranger(workers[0]) as sock:
         with monkeypatch.context() as patch:
             patch.setattr(workers[0]._transport, "_closed", True)
             send_proof(sock, workers[0], Purpose.SHARED, me=2)
@@ -143,7 +131,7 @@ def test_a_connection_to_a_worker_that_shuts_down_is_no_news(
 
 
 def test_who_pings_and_does_not_listen_holds_up_nobody() -> None:
-    with a_world() as workers, stranger(workers[0]) as sock:
+    with limited_world(GO_ON.set) as workers, stranger(workers[0]) as sock:
         shake_hands(sock, workers[0], Purpose.SHARED, me=2)
         for _ in range(1000):
             sock.sendall(note(PING) * 100)
@@ -156,7 +144,10 @@ def answer(size: int) -> bytes:
 
 @pytest.mark.parametrize("size", [2000, 200_000])
 def test_who_does_not_read_its_responses_takes_few_threads(size: int) -> None:
-    with a_world(max_peer_memory=64 << 20) as workers, stranger(workers[0]) as sock:
+    with (
+        limited_world(GO_ON.set, max_peer_memory=64 << 20) as workers,
+        stranger(workers[0]) as sock,
+    ):
         shake_hands(sock, workers[0], Purpose.SHARED, me=2)
         before, ran = threading.active_count(), workers[0]._agent.run_count
         for call in range(1, 3001):
@@ -174,7 +165,7 @@ def test_who_goes_on_and_on_loses_its_connection(
     journal: Journal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(framed_socket, "MOST_REFUSED", 200)
-    with a_world(max_peer_requests=100, threads=1) as workers:
+    with limited_world(GO_ON.set, max_peer_requests=100, threads=1) as workers:
         with stranger(workers[0]) as sock:
             shake_hands(sock, workers[0], Purpose.SHARED, me=2)
             with suppress(OSError):  # it may be closed by then
@@ -188,7 +179,7 @@ def test_who_goes_on_and_on_loses_its_connection(
 def test_who_is_called_makes_no_requests_by_the_same_connection(
     journal: Journal,
 ) -> None:
-    with a_world() as workers:
+    with limited_world(GO_ON.set) as workers:
         assert workers[2].rpc_async("worker1", max, (1, 2)).wait() == 2
         (link,) = workers[1]._transport._in.values()
         assert link.shared is not None
