@@ -93,7 +93,7 @@ class Process:
         assert text in self.output, f"{text!r} was not printed"
 
     def tell_to_end(self) -> None:
-        """Close its standard input; more than once is fine."""
+        """Close its standard input. Idempotent."""
         assert self._popen.stdin is not None
         self._popen.stdin.close()
 

@@ -530,7 +530,7 @@ def test_a_closed_worker_says_so(world: World) -> None:
     assert repr(worker) == "<Worker 'worker0', id 0: closed>"
 
 
-def test_closing_twice_is_fine(world: World) -> None:
+def test_closing_is_idempotent(world: World) -> None:
     for graceful in (False, True, False):
         world[0].shutdown(graceful)
         world[0].close()

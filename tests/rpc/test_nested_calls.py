@@ -29,7 +29,7 @@ from tests.worlds import (
     wait_until,
 )
 
-MANNERS: dict[str, dict[str, Any]] = {
+TRANSPORTS: dict[str, dict[str, Any]] = {
     "shared memory": {},
     "unix": {"shared_memory": False},
     "tcp": {"unix_sockets": False},
@@ -62,9 +62,9 @@ def fresh() -> Iterator[None]:
         gate.opened.set()
 
 
-@pytest.fixture(params=MANNERS)
+@pytest.fixture(params=TRANSPORTS)
 def workers(request: pytest.FixtureRequest) -> Iterator[list[Worker]]:
-    with socket_world(2, **MANNERS[request.param]) as world:
+    with socket_world(2, **TRANSPORTS[request.param]) as world:
         yield world
 
 
@@ -519,7 +519,7 @@ def test_calls_that_give_up_anywhere_leave_nothing_behind(fuzz_seed: int) -> Non
         for seed in range(first, first + 15):
             assert worker.rpc_sync(to, wander, (seed, 7), timeout=0) == seed
 
-    with socket_world(3, **list(MANNERS.values())[fuzz_seed % 3]) as world:
+    with socket_world(3, **list(TRANSPORTS.values())[fuzz_seed % 3]) as world:
         ways = [(world[0], "worker1"), (world[1], "worker0")] * 2
         calls = [
             partial(call, *way, 1000 * fuzz_seed + 100 * i)

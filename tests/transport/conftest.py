@@ -20,7 +20,7 @@ from tests.worlds import (
     socket_world,
 )
 
-MANNERS: dict[str, dict[str, Any]] = {
+TRANSPORTS: dict[str, dict[str, Any]] = {
     "shared memory": {},
     "unix": {"shared_memory": False},
     "tcp": {"unix_sockets": False},
@@ -28,11 +28,11 @@ MANNERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=MANNERS)
-def manner(request: pytest.FixtureRequest) -> dict[str, Any]:
+@pytest.fixture(params=TRANSPORTS)
+def transport(request: pytest.FixtureRequest) -> dict[str, Any]:
     if request.param == "ipv6" and not has_ipv6():
         pytest.skip("this host has no IPv6 loopback address")
-    return MANNERS[request.param]
+    return TRANSPORTS[request.param]
 
 
 def has_ipv6() -> bool:

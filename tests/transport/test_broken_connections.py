@@ -94,9 +94,9 @@ def test_a_call_that_takes_too_long_says_what_and_where(gate: Gate) -> None:
 
 
 def test_an_answer_that_came_too_late_gives_its_memory_back(
-    gate: Gate, manner: dict[str, Any]
+    gate: Gate, transport: dict[str, Any]
 ) -> None:
-    with socket_world(2, **manner) as workers:
+    with socket_world(2, **transport) as workers:
         sent = noise(1 << 20)
         for _ in range(3):  # so that segments are in use
             workers[0].rpc_sync("worker1", echo, (sent,))

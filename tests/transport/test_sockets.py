@@ -42,8 +42,10 @@ SIZES = [0, 1, 32768, 32769, 1 << 20, 5 << 20]
 # What travels
 
 
-def test_a_synchronous_call_brings_back_what_was_sent(manner: dict[str, Any]) -> None:
-    with socket_world(2, **manner) as workers:
+def test_a_synchronous_call_brings_back_what_was_sent(
+    transport: dict[str, Any],
+) -> None:
+    with socket_world(2, **transport) as workers:
         for caller, to in both_ways(workers):
             for turn in range(3):  # the first of a size goes another way than the next
                 for size in SIZES:
@@ -51,8 +53,10 @@ def test_a_synchronous_call_brings_back_what_was_sent(manner: dict[str, Any]) ->
                     assert torch.equal(caller.rpc_sync(to, echo, (sent,)), sent)
 
 
-def test_an_asynchronous_call_brings_back_what_was_sent(manner: dict[str, Any]) -> None:
-    with socket_world(2, **manner) as workers:
+def test_an_asynchronous_call_brings_back_what_was_sent(
+    transport: dict[str, Any],
+) -> None:
+    with socket_world(2, **transport) as workers:
         for caller, to in both_ways(workers):
             sent = [noise(size, turn) for turn in range(3) for size in SIZES]
             futures = [caller.rpc_async(to, echo, (x,)) for x in sent]
@@ -60,16 +64,20 @@ def test_an_asynchronous_call_brings_back_what_was_sent(manner: dict[str, Any]) 
                 assert torch.equal(future.wait(), x)
 
 
-def test_large_and_small_tensors_travel_in_one_message(manner: dict[str, Any]) -> None:
-    with socket_world(2, **manner) as workers:
+def test_large_and_small_tensors_travel_in_one_message(
+    transport: dict[str, Any],
+) -> None:
+    with socket_world(2, **transport) as workers:
         sent = [noise(size, i) for i, size in enumerate(SIZES + SIZES[::-1])]
         for _ in range(3):
             came = workers[0].rpc_sync("worker1", list, (sent,))
             assert all(map(torch.equal, came, sent))
 
 
-def test_many_threads_call_both_ways_at_the_same_time(manner: dict[str, Any]) -> None:
-    with socket_world(2, **manner) as workers:
+def test_many_threads_call_both_ways_at_the_same_time(
+    transport: dict[str, Any],
+) -> None:
+    with socket_world(2, **transport) as workers:
 
         def call(caller: Worker, to: str, seed: int) -> None:
             for turn in range(5):
@@ -102,11 +110,11 @@ def test_options_choose_the_way(options: dict[str, Any], way: str) -> None:
         assert workers[0].statistics()["links"] == {"worker1": way}
 
 
-def test_all_bytes_and_calls_are_counted(manner: dict[str, Any]) -> None:
+def test_all_bytes_and_calls_are_counted(transport: dict[str, Any]) -> None:
     sizes = [
         size for size in SIZES for _ in range(3)
     ]  # also those by the first message
-    with socket_world(2, **manner) as workers:
+    with socket_world(2, **transport) as workers:
         for size in sizes:
             workers[0].rpc_sync("worker1", echo, (noise(size),))
         made, run = (worker.statistics() for worker in workers)
