@@ -14,8 +14,9 @@ Where a program makes no streams of its own, all is on the default ones, and not
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -24,7 +25,6 @@ in_use = False
 """Whether a tensor of a device was ever sent or received here: until then none of this is asked."""
 
 _NOTHING = nullcontext()
-_DEEPEST = 4  # lists, tuples and dicts in which tensors are looked for
 
 
 def note() -> None:
@@ -51,6 +51,11 @@ def default() -> AbstractContextManager[Any]:
     """
     found = elsewhere()
     return _Default(found) if found else _NOTHING
+
+
+def for_others() -> AbstractContextManager[Any]:
+    """As `default`, for what this thread does on behalf of others; nothing where none is in use."""
+    return default() if in_use else _NOTHING
 
 
 class _Default(ExitStack):
@@ -86,16 +91,38 @@ def take(value: Any) -> None:
     """Have this thread's streams wait for what the default ones do for a value."""
     for stream in elsewhere():
         stream.wait_stream(torch.cuda.default_stream(stream.device))
-        for tensor in _tensors(value, _DEEPEST):
+        for tensor in _tensors(value):
             if tensor.device == stream.device:
                 # Else its memory could be used again while the stream reads it.
                 tensor.record_stream(stream)
 
 
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, list | tuple | dict | set):
-        items = value.values() if isinstance(value, dict) else value
-        for item in items:
-            yield from _tensors(item, depth - 1)
+def keep(tensor: torch.Tensor) -> None:
+    """See that its memory is not used again before this thread's current stream is done with it.
+
+    It may have been made on another one. Where it was made on this one, that does nothing.
+    """
+    if tensor.is_cuda:
+        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    """Those in lists, tuples, sets, dicts and dataclasses, however deep."""
+    seen, left = set[int](), [value]
+    while left:
+        one = left.pop()
+        if isinstance(one, torch.Tensor):
+            yield one
+        elif id(one) not in seen:
+            seen.add(id(one))
+            left += _parts(one)
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, list | tuple | set | frozenset):
+        return value
+    if isinstance(value, dict):
+        return value.values()
+    if is_dataclass(value) and not isinstance(value, type):
+        return [getattr(value, field.name, None) for field in fields(value)]
+    return ()

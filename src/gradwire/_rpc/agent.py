@@ -308,12 +308,13 @@ class Agent:
         """Let the thread that completes a future send the response."""
 
         def finished(future: Any) -> None:
-            try:
-                parcel = self._result(peer, message, future.value(), context)
-            except BaseException as error:  # noqa: BLE001 user code
-                parcel = self._codec.failure(error, peer.manner)
-            if not self._closed:
-                respond(parcel)
+            with streams.for_others():  # a user's thread may complete it on another
+                try:
+                    parcel = self._result(peer, message, future.value(), context)
+                except BaseException as error:  # noqa: BLE001 user code
+                    parcel = self._codec.failure(error, peer.manner)
+                if not self._closed:
+                    respond(parcel)
 
         later.future.add_done_callback(finished)
         if later.begin is not None:

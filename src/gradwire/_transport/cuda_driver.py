@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .. import streams
 from ..locks import CheckedLock
 
 HANDLE, UUID = 64, 16
@@ -110,7 +111,7 @@ class CudaDriver:
         return tensor.data_ptr()
 
     def keep(self, tensor: torch.Tensor) -> None:
-        tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        streams.keep(tensor)
 
     def uuid(self, index: int) -> bytes:
         known = self._uuids.get(index)
@@ -212,7 +213,10 @@ class CudaDriver:
         return known
 
     def _call(self, name: str, *arguments: Any) -> None:
-        status = getattr(self._library, name)(*arguments)
+        function = getattr(self._library, name, None)
+        if function is None:
+            raise DriverError(f"this driver has no {name}")
+        status = function(*arguments)
         if status:
             text = ctypes.c_char_p()
             self._library.cuGetErrorName(status, byref(text))

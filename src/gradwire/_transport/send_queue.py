@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from .. import streams
 from .._wire.frames import Parcel, note
 from .._wire.messages import GOODBYE
 from ..errors import GradwireError
@@ -146,7 +147,8 @@ class SendQueue:
         if self._responses:
             response = call, parcel, charge = self._responses.popleft()
             try:
-                self._framed.write(call, parcel)
+                with streams.for_others():  # it may be another thread's
+                    self._framed.write(call, parcel)
             except GradwireError:
                 self._responses.appendleft(response)
                 raise

@@ -69,6 +69,10 @@ class OnDevice(Protocol):
     def device(self) -> torch.device:
         """Where they are."""
 
+    @property
+    def room(self) -> int:
+        """Bytes that they have there: no more than that has come."""
+
     def begin(self) -> bool:
         """Whether they are there; else they are in the bulk area after all. Called first."""
 
@@ -240,6 +244,7 @@ class Copied:
     def __init__(self, pieces: Sequence[Piece]) -> None:
         self._copies = {offset: tensor.clone() for offset, tensor in pieces}
         self.device: torch.device = pieces[0].tensor.device
+        self.room = max(offset + tensor.nbytes for offset, tensor in pieces)
         streams.publish()
 
     def begin(self) -> bool:
@@ -248,6 +253,7 @@ class Copied:
     def copy_to(self, targets: Sequence[Piece]) -> None:
         for offset, target in targets:
             copy = self._copies[offset]
+            streams.keep(copy)  # it was made on the sender's stream
             target.as_strided((copy.numel(),), (1,)).copy_(copy)
 
 
