@@ -2,17 +2,21 @@
 
 import logging
 import socket
+import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import Tensor
 
+from gradwire._transport import device_memory
 from gradwire._transport.base import Traffic
+from gradwire._transport.cuda_driver import CudaDriver
 from gradwire._transport.device_memory import DeviceMap, DevicePool
 from gradwire._transport.shared_memory import SegmentMap, SegmentPool, is_available
 from gradwire._wire.frames import Parcel, Piece
-from gradwire.errors import ProtocolError
+from gradwire.errors import GradwireError, ProtocolError
 from tests.devices.pretended_driver import Memory, PretendedDriver
 
 pytestmark = pytest.mark.skipif(not is_available(), reason="there is no memfd here")
@@ -29,8 +33,9 @@ class Pair:
         self.traffic = Traffic()
         segments = SegmentPool(self.sides[0])
         here, there = self.here, self.there
+        self.segments = SegmentMap(self.sides[1])
         self.pool = DevicePool(segments, 1, self.traffic, lambda: here)
-        self.map = DeviceMap(SegmentMap(self.sides[1]), lambda: there)
+        self.map = DeviceMap(self.segments, lambda: there)
 
     def send(self, *tensors: Tensor) -> tuple[Parcel, int]:
         """A parcel with these on a device, and the word for its frame."""
@@ -144,7 +149,10 @@ def test_what_finds_no_slot_goes_by_the_host(
     parcel, word = pair.send(torch.zeros(1))
     assert (word, len(parcel.bulk)) == (0, 2)
     assert pair.traffic.by_host == before + 64
-    assert caplog.messages == []
+    pair.send(torch.zeros(1))
+    (message,) = caplog.messages  # the host has waited, and should not have to
+    assert message.endswith("no slot was free in time")
+    assert pair.pool.describe().startswith(", memory of GPUs; some tensors of GPUs by")
     arrivals = [pair.map.arrival(word) for word in words]
     assert all(arrival.begin() for arrival in arrivals)
     del arrivals  # nobody wants them
@@ -183,12 +191,13 @@ def test_larger_tensors_have_slots_of_their_size(pair: Pair) -> None:
             assert torch.equal(got, x)
 
 
-def test_on_a_stream_of_the_programs_memory_is_kept(pair: Pair) -> None:
+@pytest.mark.parametrize("stream", [0, 5])
+def test_memory_is_kept_until_it_is_copied(pair: Pair, stream: int) -> None:
+    # On the default stream, too: the tensor may have been made on another one, which would
+    # use its memory again before the copy has run.
     pair.offer()
     x = torch.zeros(1)
-    pair.send(x)
-    assert pair.here.kept == []
-    pair.here.current = 5
+    pair.here.current = stream
     pair.send(x)
     assert [one.data_ptr() for one in pair.here.kept] == [x.data_ptr()]
 
@@ -259,10 +268,52 @@ def test_devices_of_another_kind_and_several_devices(
     assert pair.send(torch.ones(1, device="meta"))[1] == 0
     assert caplog.messages[0].endswith("only those of CUDA can go from GPU to GPU")
     caplog.clear()
-    pair.pool.reason = ""
     pair.here.index = lambda tensor: tensor.numel()  # type: ignore[method-assign]
     assert pair.send(torch.ones(1), torch.ones(2))[1] == 0
     assert caplog.messages[0].endswith("one message has tensors of several devices")
+
+
+def test_what_stood_in_the_way_once_does_not_do_so_for_ever(
+    pair: Pair, caplog: pytest.LogCaptureFixture
+) -> None:
+    pair.here.index = lambda tensor: tensor.numel() // 2  # type: ignore[method-assign]
+    for _ in range(2):
+        assert pair.send(torch.ones(1), torch.ones(2))[1] == 0
+    several = "one message has tensors of several devices"
+    assert pair.pool.describe() == f"; tensors of GPUs by way of the CPU ({several})"
+    pair.offer()
+    assert pair.send(torch.ones(1))[1]
+    assert pair.pool.describe().startswith(", memory of GPUs; some tensors of GPUs by")
+    pair.here.refuses = "copy"
+    pair.send(torch.ones(1))
+    pair.send(torch.ones(1))
+    assert pair.pool.describe().endswith(f" ({several}; copy: not today)")
+    assert len(caplog.messages) == 2
+
+
+def test_a_driver_library_that_lacks_something(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver = CudaDriver(SimpleNamespace())  # type: ignore[arg-type]
+    driver.index = lambda tensor: 0  # type: ignore[method-assign]
+    side = socket.socket(socket.AF_UNIX)
+    pool = DevicePool(SegmentPool(side), 1, Traffic(), lambda: driver)
+    parcel = Parcel(1, 1, b"").with_bulk([Piece(0, torch.ones(1))], 64)
+    parcel.device_at = 0
+    assert pool.place(parcel) == 0
+    assert caplog.messages[0].endswith("this driver has no cuDeviceGet")
+    side.close()
+
+
+def test_a_receiver_whose_driver_fails_says_so_and_frees_the_slot(pair: Pair) -> None:
+    pair.offer()
+    _, word = pair.send(torch.ones(1))
+    arrival = pair.map.arrival(word)
+    pair.there.refuses = "copy"
+    with pytest.raises(GradwireError, match="could not be taken: copy: not today"):
+        arrival.copy_to([Piece(0, torch.empty(1))])
+    assert pair.run()
+    assert pair.slots() == [(1, 1, 1)]
 
 
 def test_a_device_without_much_memory(
@@ -303,7 +354,62 @@ def test_what_has_come_is_there_after_the_sender_has_gone(pair: Pair) -> None:
     assert got.item() == 1
 
 
+def test_memory_is_freed_when_the_receiver_has_closed_it(pair: Pair) -> None:
+    pair.offer()
+    freed = threading.Thread(target=pair.pool.close, kwargs={"is_lost": False})
+    release, is_open_at = pair.here.release, list[int]()
+
+    def note(memory: int) -> None:
+        is_open_at.append(pair.memory.opened[memory])
+        release(memory)
+
+    pair.here.release = note  # type: ignore[method-assign]
+    freed.start()
+    pair.map.close()
+    freed.join()
+    assert is_open_at == [0]
+
+
+def test_memory_that_the_receiver_keeps_open_is_left(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "_LONG", 0.0)
+    pair.offer()
+    (arena,) = pair.pool._arenas.values()
+    pair.pool.close(is_lost=False)
+    assert pair.memory.buffers
+    assert arena in device_memory._left
+    assert arena is not None
+    device_memory._left.remove(arena)  # and clean up
+    pair.here.release(arena.memory)
+    pair.here.unmap_host(arena.start)
+
+
+def test_memory_of_a_dead_receiver_is_freed(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(device_memory, "_LONG", 0.0)
+    pair.offer()
+    pair.pool.close(is_lost=True)
+    assert not pair.memory.buffers
+
+
 # Words that make no sense
+
+
+def test_a_page_that_changes_after_it_was_opened(pair: Pair) -> None:
+    pair.offer()
+    x, got = torch.rand(4), torch.empty(4)
+    pair.send(torch.zeros(1))
+    _, word = pair.send(x)  # in the second slot
+    (arena,) = pair.map._arenas.values()
+    arena.page.size, arena.page.count = 1 << 40, 200
+    assert pair.map.arrival(word).room == 64 << 10
+    with pytest.raises(ProtocolError, match="slot 100 of an arena"):
+        pair.map.arrival((word & ~0xFF) | 100)
+    pair.take(word, Piece(0, got))
+    assert pair.run()
+    assert torch.equal(got, x)
 
 
 def test_words_of_a_liar(pair: Pair) -> None:
@@ -311,8 +417,6 @@ def test_words_of_a_liar(pair: Pair) -> None:
     _, word = pair.send(torch.ones(1))
     with pytest.raises(ProtocolError, match="slot 200 of an arena"):
         pair.map.arrival(word | 200)
-    with pytest.raises(ProtocolError, match="in a slot of 65536"):
-        pair.take(word, Piece(65536, torch.empty(1)))
     _, offered = pair.send(torch.ones(1 << 16))
     with pytest.raises(ProtocolError, match="was never opened"):
         pair.map.arrival(offered ^ 1 << 31)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import gradwire as gw
 from gradwire._transport import connection_pool
+from gradwire._transport.cuda_driver import DriverError
 from gradwire._transport.shared_memory import is_available
 from tests.devices.pretended_driver import Memory, PretendedDriver
 from tests.worlds import socket_world
@@ -133,3 +134,53 @@ def test_where_memory_cannot_be_opened_they_do_so_too(
             .endswith("; tensors of GPUs by way of the CPU (open: not today)")
         )
         assert len([m for m in caplog.messages if "by way of the CPU" in m]) == 2
+
+
+# What the receiver cannot take
+
+
+def test_a_receiver_without_memory_says_so(
+    driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    with socket_world(2) as workers:
+        call = workers[0].rpc_sync
+        call("worker1", device_and_double, (on(FIRST, 1, 2),))
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty_strided", full)
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+                call("worker1", device_and_double, (on(FIRST, 1, 2),))
+        with monkeypatch.context() as patch:  # here, of the response
+            patch.setattr(torch, "empty_strided", full)
+            with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate"):
+                call("worker1", torch.ones(2).to, (FIRST,))
+        assert call("worker1", device_and_double, (on(FIRST, 1, 2),))[0] == "lazy:1"
+
+
+def test_a_receivers_driver_that_fails(
+    driver: PretendedDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, count = driver.copy, 0
+
+    def every_other(to: int, source: int, size: int, stream: int) -> None:
+        nonlocal count
+        count += 1
+        if count == 1:
+            raise DriverError("cuMemcpyDtoDAsync_v2: CUDA_ERROR_UNKNOWN")
+        copy(to, source, size, stream)
+
+    with socket_world(2) as workers:
+        for _ in range(2):
+            workers[0].rpc_sync("worker1", device_and_double, (on(FIRST, 1, 2),))
+        monkeypatch.setattr(driver, "copy", every_other)
+        for skipped in (1, 3):  # of the request, and of the response
+            count = -skipped
+            with pytest.raises(
+                gw.GradwireError, match=r"could not be taken: .*UNKNOWN"
+            ):
+                workers[0].rpc_sync("worker1", device_and_double, (on(FIRST, 1, 2),))
+        before = workers[0].statistics()["device_bytes_sent_directly"]
+        workers[0].rpc_sync("worker1", device_and_double, (on(FIRST, 1, 2),))
+        assert workers[0].statistics()["device_bytes_sent_directly"] == before + 64

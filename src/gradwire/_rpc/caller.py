@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
+import torch
 from torch.jit import ScriptFunction
 
 from .. import streams
@@ -391,9 +392,11 @@ class Caller:
         """The result in a response; raises the exception in it."""
         try:
             message = self._codec.open(frame, peer.id)
-        except (WorkerLostError, StaleReferenceError):
-            raise  # of a reference in it
+        except (WorkerLostError, StaleReferenceError, torch.OutOfMemoryError):
+            raise  # of a reference in it, or of its tensors
         except Exception as error:
+            if type(error) is GradwireError:  # of a device's driver
+                raise
             raise TypeError(
                 f"the result of {describe(func)} on worker {peer.name!r} cannot be "
                 f"decoded here: {type(error).__name__}: {error}"

@@ -79,12 +79,15 @@ class Connections:
             self.shared.queue.say_goodbye()
         self.shared.end(None)
 
-    def free_device_memory(self) -> None:
-        """Free device memory once all copies are done. May block."""
-        if self._memory.device_pool is not None:
-            self._memory.device_pool.close(is_lost=self._reason is not None)
+    def close_device_memory(self) -> None:
+        """Close the other worker's device memory once all copies are done."""
         if self._memory.devices is not None:
             self._memory.devices.close()
+
+    def free_device_memory(self) -> None:
+        """Free this worker's, when the other one has closed it. Takes a while."""
+        if self._memory.device_pool is not None:
+            self._memory.device_pool.close(is_lost=self._reason is not None)
 
     def _connection(self, sock: Stream, *, is_leased: bool) -> Connection:
         framed = self._endpoint.framed(sock, self._memory)

@@ -10,14 +10,12 @@ changes nothing, and what has arrived belongs to the receiver alone.
     sender's stream   copies in, filled := n
     receiver's stream waits for filled = n, copies out, emptied := n
 
-A slot is free when its three words are the same. They lie in a page of shared memory, which is a
-segment (`shared_memory.py`), and begins by saying what the arena is:
-
-    state u32 (0 offered, 1 opened, 2 refused), count u32, size u64, device's identity 16 bytes,
-    handle 64 bytes, reason of a refusal 160 bytes; then per slot sent, filled, emptied u32 each
+A slot is free when its three words are the same; they lie in the page of the arena
+(`device_arena.py`).
 
 An arena is offered with a frame whose tensors go by way of the host, as does all else until the
-receiver has opened it. If it cannot, they go on so, and the sender says why, once.
+receiver has opened it. If it cannot, they go on so, and the sender says why, once. At the end the
+receiver closes it before the sender frees its memory: the driver wants it so.
 
 No stream ever waits for something that is not yet begun: a flag is set by work that was begun
 before the frame was sent. If the sender dies all the same, the receiver's host sets it (`release`).
@@ -25,29 +23,23 @@ before the frame was sent. If the sender dies all the same, the receiver's host 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from .._wire.frames import Parcel, Piece
-from ..errors import ProtocolError
+from ..errors import GradwireError, ProtocolError
 from ..locks import CheckedLock
 from .base import Traffic
-from .cuda_driver import HANDLE, UUID, Driver, DriverError
-from .shared_memory import Segment, SegmentMap, SegmentPool
+from .cuda_driver import Driver, DriverError
+from .device_arena import CLOSED, EMPTIED, FILLED, OPENED, PAGE, REASON, REFUSED, Arena
+from .shared_memory import SegmentMap, SegmentPool
 
 log = logging.getLogger("gradwire")
 
-OFFERED, OPENED, REFUSED = range(3)
-PAGE = 4096
-_SLOTS = 256  # where their words begin
-_WORDS = 3
-_REASON = 160
 _CLASSES = ((64 << 10, 64), (1 << 20, 16), (16 << 20, 4))
 """Size of a slot, and how many there are of it; larger ones are made to measure, two of each."""
 _OFFER = (
@@ -55,68 +47,17 @@ _OFFER = (
 )  # of the word in a frame: tensors came by the host, but here is an arena
 _INDEX = 0xFF
 _LONGEST = 5.0  # seconds for what this worker has begun to be done, at its end
-_LONG = 1.0  # seconds for the other one to take what was sent to it
+_LONG = 1.0  # seconds for the other one to take what was sent to it, and to close it
 _SLOWLY = 1 << 30  # bytes per second by way of the host: as long a slot is waited for
+_MOST_REASONS = (
+    8  # why tensors went by way of the host; some are the other worker's words
+)
 
 GetDriver = Callable[[], Driver | None]
 
 
-class _Slot(ctypes.Structure):
-    """The words of one slot. Numbers count up, and around."""
-
-    _fields_ = [
-        ("sent", ctypes.c_uint32),
-        ("filled", ctypes.c_uint32),
-        ("emptied", ctypes.c_uint32),
-    ]
-
-
-class _Page(ctypes.Structure):
-    """What both workers see of an arena."""
-
-    _fields_ = [
-        ("state", ctypes.c_uint32),
-        ("count", ctypes.c_uint32),
-        ("size", ctypes.c_uint64),
-        ("uuid", ctypes.c_ubyte * UUID),
-        ("handle", ctypes.c_ubyte * HANDLE),
-        ("reason", ctypes.c_ubyte * _REASON),
-    ]
-
-
-class _Arena:
-    """An arena, as one of its two workers sees it."""
-
-    def __init__(self, segment: Segment) -> None:
-        self.segment = segment
-        area = segment.area(PAGE)
-        self.start = ctypes.addressof(area)
-        self.page = _Page.from_buffer(area)
-        self.slots: Any = (
-            _Slot * ((PAGE - _SLOTS) // ctypes.sizeof(_Slot))
-        ).from_buffer(area, _SLOTS)
-        self.memory = 0
-        self.device = -1
-        self.flags = 0
-        """Where the device sees the words of the first slot."""
-        self.taken: dict[int, int] = {}
-        """On the receiver: by slot, what was last copied out, or is being."""
-
-    def begin(self, driver: Driver, device: int, memory: int) -> None:
-        """Its memory is mapped."""
-        self.device, self.memory = device, memory
-        self.flags = driver.map_host(self.start, PAGE) + _SLOTS
-
-    def flag(self, index: int, word: int) -> int:
-        """Where the device sees a word of a slot."""
-        return self.flags + ctypes.sizeof(_Slot) * index + 4 * word
-
-    def reason(self) -> str:
-        text = bytes(self.page.reason).rstrip(b"\0")
-        return text.decode(errors="replace")
-
-
-_FILLED, _EMPTIED = 1, 2
+_left: list[Arena] = []
+"""Those that the other worker did not close: their memory and their pages stay."""
 
 
 class DevicePool:
@@ -133,19 +74,22 @@ class DevicePool:
         self._to = to
         self._traffic = traffic
         self._get_driver = get_driver
-        self._arenas: dict[tuple[int, int], _Arena | None] = {}
+        self._arenas: dict[tuple[int, int], Arena | None] = {}
         self._lock = CheckedLock()
-        self.reason = ""
-        """Why tensors of devices go by way of the host, if some do."""
+        self.reasons: dict[str, None] = {}
+        """Why tensors of devices went by way of the host, if some did."""
 
     def __repr__(self) -> str:
         return f"<DevicePool to {self._to}: {len(self._arenas)} arenas>"
 
     def describe(self) -> str:
         """What was done so far, for people."""
-        if self.reason:
-            return f"; tensors of GPUs by way of the CPU ({self.reason})"
-        return ", memory of GPUs" if any(self._arenas.values()) else ""
+        arenas = [arena for arena in self._arenas.values() if arena is not None]
+        found = ", memory of GPUs" if any(map(_is_open, arenas)) else ""
+        if self.reasons:
+            some = "some tensors" if found else "tensors"
+            found += f"; {some} of GPUs by way of the CPU ({'; '.join(self.reasons)})"
+        return found
 
     def place(self, parcel: Parcel) -> int:
         """Put a parcel's tensors of devices into a slot, if that can be; a word for its frame."""
@@ -180,7 +124,7 @@ class DevicePool:
             return self._by_host(length) or _OFFER | arena.segment.id << 8
         index = self._free_slot(arena, length)
         if index is None:
-            return self._by_host(length)
+            return self._by_host(length, "no slot was free in time")
         slot = arena.slots[index]
         try:
             self._copy_in(driver, arena, index, pieces)
@@ -192,16 +136,15 @@ class DevicePool:
         return arena.segment.id << 8 | index
 
     def _copy_in(
-        self, driver: Driver, arena: _Arena, index: int, pieces: Sequence[Piece]
+        self, driver: Driver, arena: Arena, index: int, pieces: Sequence[Piece]
     ) -> None:
         stream = driver.stream(arena.device)
-        start = arena.memory + index * arena.page.size
+        start = arena.memory + index * arena.size
         for offset, tensor in pieces:
             address = driver.address(tensor)
             driver.copy(start + offset, address, tensor.nbytes, stream)
-            if stream:  # it may have been made on another
-                driver.keep(tensor)
-        driver.set(arena.flag(index, _FILLED), arena.slots[index].sent, stream)
+            driver.keep(tensor)  # it may have been made on another stream
+        driver.set(arena.flag(index, FILLED), arena.slots[index].sent, stream)
 
     def take_back(self, word: int) -> None:
         """Free the slot of a frame that was not sent."""
@@ -210,12 +153,12 @@ class DevicePool:
                 slot = arena.slots[word & _INDEX]
                 slot.emptied = slot.sent
 
-    def _free_slot(self, arena: _Arena, length: int) -> int | None:
+    def _free_slot(self, arena: Arena, length: int) -> int | None:
         """A slot that is now taken; None: there is none for as long as going by the host takes."""
         deadline = time.monotonic() + 0.001 + length / _SLOWLY
         while True:
             with self._lock:
-                for index in range(arena.page.count):
+                for index in range(arena.count):
                     slot = arena.slots[index]
                     if slot.sent == slot.filled == slot.emptied:
                         slot.sent += 1
@@ -237,13 +180,13 @@ class DevicePool:
             segment = self._segments.page(PAGE)
             if segment is None:
                 return self._by_host(length, "no memory can be shared")
-            arena = _Arena(segment)
+            arena = Arena(segment)
             arena.page.count, arena.page.size = count, size
             arena.page.uuid[:] = driver.uuid(device)
             memory = driver.allocate(size * count)
             try:
                 arena.page.handle[:] = driver.export(memory)
-                arena.begin(driver, device, memory)
+                arena.begin(driver, device, memory, size, count)
             except BaseException:
                 driver.release(memory)
                 raise
@@ -251,10 +194,11 @@ class DevicePool:
         return self._by_host(length) or _OFFER | segment.id << 8
 
     def _by_host(self, length: int, reason: str = "") -> int:
-        """Leave it to the host, and say why, once."""
+        """Leave it to the host, and say why, once each."""
         self._traffic.by_host += length
-        if reason and not self.reason:
-            self.reason = reason
+        is_new = reason and reason not in self.reasons
+        if is_new and len(self.reasons) < _MOST_REASONS:
+            self.reasons[reason] = None
             log.warning(
                 "tensors of GPUs go to worker %d by way of the CPU, which takes several times as "
                 "long: %s",
@@ -264,15 +208,22 @@ class DevicePool:
         return 0
 
     def close(self, *, is_lost: bool) -> None:
-        """Free the memory, when the other worker has taken what is in it, unless it is gone."""
+        """Free the memory, when the other worker has taken what is in it and closed it.
+
+        If it does neither, the memory is left to the end of the process: the driver does not say
+        what happens to who reads on. A worker that is lost has nothing open, as a rule: its process
+        has ended.
+        """
         arenas = [arena for arena in self._arenas.values() if arena is not None]
         self._arenas.clear()
         if not arenas or (driver := self._get_driver()) is None:
             return
         self.drain(arenas)
-        until = time.monotonic() + (0.0 if is_lost else _LONG)
+        until = time.monotonic() + _LONG
         for arena in arenas:
-            _wait_until(until, arena, _is_quiet)
+            if not _wait_until(until, arena, _is_let_go) and not is_lost:
+                _left.append(arena)
+                continue
             try:
                 with driver.entered(arena.device):
                     driver.unmap_host(arena.start)
@@ -280,7 +231,7 @@ class DevicePool:
             except DriverError as error:  # at the end of the process, perhaps
                 log.debug("memory of a GPU was not freed: %s", error)
 
-    def drain(self, arenas: Sequence[_Arena] = ()) -> None:
+    def drain(self, arenas: Sequence[Arena] = ()) -> None:
         """Wait until what was sent is in its slots: this worker is about to end."""
         until = time.monotonic() + _LONGEST
         known = [arena for arena in self._arenas.values() if arena is not None]
@@ -290,7 +241,7 @@ class DevicePool:
 
 
 def _wait_until(
-    deadline: float, arena: _Arena, condition: Callable[[_Arena], bool]
+    deadline: float, arena: Arena, condition: Callable[[Arena], bool]
 ) -> bool:
     """Whether an arena came to be so in time. Streams wake nobody."""
     while not condition(arena):
@@ -300,19 +251,24 @@ def _wait_until(
     return True
 
 
-def _is_filled(arena: _Arena) -> bool:
+def _is_filled(arena: Arena) -> bool:
     """Whether all that was sent is there."""
-    return all(slot.sent == slot.filled for slot in arena.slots[: arena.page.count])
+    return all(slot.sent == slot.filled for slot in arena.slots[: arena.count])
 
 
-def _is_taken(arena: _Arena) -> bool:
+def _is_open(arena: Arena) -> bool:
+    """Whether the receiver has it open."""
+    return bool(arena.page.state == OPENED)
+
+
+def _is_let_go(arena: Arena) -> bool:
+    """Whether the receiver does not have it open, or no more."""
+    return not _is_open(arena)
+
+
+def _is_taken(arena: Arena) -> bool:
     """Whether all that is copied out here has been."""
     return all(arena.slots[i].emptied == n for i, n in arena.taken.items())
-
-
-def _is_quiet(arena: _Arena) -> bool:
-    """Whether all that was sent has been taken."""
-    return all(slot.sent == slot.emptied for slot in arena.slots[: arena.page.count])
 
 
 def _class_of(length: int) -> tuple[int, int]:
@@ -330,14 +286,14 @@ class DeviceMap:
     def __init__(self, segments: SegmentMap, get_driver: GetDriver) -> None:
         self._segments = segments
         self._get_driver = get_driver
-        self._arenas: dict[int, _Arena] = {}
+        self._arenas: dict[int, Arena] = {}
         self._lock = CheckedLock()
 
     def arrival(self, word: int) -> Arrival:
         """What a frame with this word has brought."""
         return Arrival(self, word)
 
-    def arena(self, number: int, *, is_offered: bool) -> _Arena:
+    def arena(self, number: int, *, is_offered: bool) -> Arena:
         """An arena, opened now if it can be, and was not yet.
 
         Raises:
@@ -352,25 +308,26 @@ class DeviceMap:
         with self._lock:
             arena = self._arenas.get(number)
             if arena is None:
-                arena = _Arena(segment)
+                arena = Arena(segment)
                 if not is_offered:
                     raise ProtocolError("tensors in an arena that was never opened")
                 self._open(arena)
                 self._arenas[number] = arena
         return arena
 
-    def _open(self, arena: _Arena) -> None:
+    def _open(self, arena: Arena) -> None:
         page = arena.page
         try:
             self._try_to_open(arena)
         except DriverError as error:
-            page.reason[:] = str(error).encode()[:_REASON].ljust(_REASON, b"\0")
+            page.reason[:] = str(error).encode()[:REASON].ljust(REASON, b"\0")
             page.state = REFUSED
         else:
             page.state = OPENED
 
-    def _try_to_open(self, arena: _Arena) -> None:
+    def _try_to_open(self, arena: Arena) -> None:
         driver, page = self._get_driver(), arena.page
+        size, count = page.size, page.count
         if driver is None:
             raise DriverError("there is no CUDA driver there")
         device = driver.find(bytes(page.uuid))
@@ -378,43 +335,41 @@ class DeviceMap:
             raise DriverError(
                 "its process does not see that GPU (CUDA_VISIBLE_DEVICES)"
             )
-        if not 0 < page.count <= min(len(arena.slots), _INDEX):
-            raise DriverError(f"arena of {page.count} slots")
+        if not 0 < count <= min(len(arena.slots), _INDEX):
+            raise DriverError(f"arena of {count} slots")
         with driver.entered(device):
             memory = driver.open(bytes(page.handle))
-            arena.begin(driver, device, memory)
+            try:
+                arena.begin(driver, device, memory, size, count)
+            except BaseException:
+                driver.close(memory)
+                raise
 
-    def device_of(self, arena: _Arena) -> torch.device:
+    def device_of(self, arena: Arena) -> torch.device:
         """The device of an arena that is open."""
         driver = self._get_driver()
         assert driver is not None  # it has opened it
         return driver.device(arena.device)
 
-    def copy_out(self, arena: _Arena, index: int, targets: Sequence[Piece]) -> None:
+    def copy_out(self, arena: Arena, index: int, targets: Sequence[Piece]) -> None:
         """Copy what is in a slot to where it belongs, on the current stream."""
         driver, slot = self._get_driver(), arena.slots[index]
         assert driver is not None  # it has opened the arena
-        size = arena.page.size
-        for offset, target in targets:
-            if offset + _span(target) > size:
-                raise ProtocolError(
-                    f"{offset} + {_span(target)} bytes in a slot of {size}"
-                )
         with driver.entered(arena.device):
             stream = driver.stream(arena.device)
             if slot.filled != slot.sent:
-                driver.wait(arena.flag(index, _FILLED), slot.sent, stream)
-            start = arena.memory + index * size
+                driver.wait(arena.flag(index, FILLED), slot.sent, stream)
+            start = arena.memory + index * arena.size
             for offset, target in targets:
                 to = driver.address(target)
                 driver.copy(to, start + offset, _span(target), stream)
-            driver.set(arena.flag(index, _EMPTIED), slot.sent, stream)
+            driver.set(arena.flag(index, EMPTIED), slot.sent, stream)
             arena.taken[index] = slot.sent
 
     def release(self) -> None:
         """The sender is gone: what it did not fill is not waited for any more."""
         for arena in [*self._arenas.values()]:
-            for slot in arena.slots[: arena.page.count]:
+            for slot in arena.slots[: arena.count]:
                 if slot.filled != slot.sent:
                     log.warning(
                         "tensors of a GPU were lost with the worker that sent them"
@@ -423,7 +378,7 @@ class DeviceMap:
 
     def close(self) -> None:
         """Let go of the other worker's memory, when all that came is copied out."""
-        arenas = [a for a in self._arenas.values() if a.page.state == OPENED]
+        arenas = [arena for arena in self._arenas.values() if arena.memory]
         self._arenas.clear()
         if not arenas or (driver := self._get_driver()) is None:
             return
@@ -434,6 +389,7 @@ class DeviceMap:
                 with driver.entered(arena.device):
                     driver.unmap_host(arena.start)
                     driver.close(arena.memory)
+                arena.page.state = CLOSED
             except DriverError as error:
                 log.debug("memory of a GPU was not closed: %s", error)
 
@@ -441,7 +397,7 @@ class DeviceMap:
 class Arrival:
     """What one frame has brought, until it is copied out. An `OnDevice` (`frames.py`)."""
 
-    _arena: _Arena | None = None
+    _arena: Arena | None = None
 
     def __init__(self, source: DeviceMap, word: int) -> None:
         self._source = source
@@ -450,7 +406,7 @@ class Arrival:
         self._process = os.getpid()
         if not word & _OFFER:
             arena = source.arena(word >> 8, is_offered=False)
-            if self._index >= arena.page.count or not arena.memory:
+            if self._index >= arena.count or not arena.memory:
                 raise ProtocolError(f"slot {self._index} of an arena of a device")
             self._arena = arena
 
@@ -466,14 +422,30 @@ class Arrival:
         assert self._arena is not None
         return self._source.device_of(self._arena)
 
+    @property
+    def room(self) -> int:
+        assert self._arena is not None
+        return self._arena.size
+
     def copy_to(self, targets: Sequence[Piece]) -> None:
-        arena, self._arena = self._arena, None
-        assert arena is not None
-        self._source.copy_out(arena, self._index, targets)
+        assert self._arena is not None
+        try:
+            self._source.copy_out(self._arena, self._index, targets)
+        except DriverError as error:
+            self._free()
+            raise GradwireError(
+                f"tensors of a GPU were sent here, and could not be taken: {error}"
+            ) from error
+        self._arena = None
 
     def __del__(self) -> None:
-        arena = self._arena
-        if arena is not None and os.getpid() == self._process:  # nobody wanted it
+        if os.getpid() == self._process:
+            self._free()
+
+    def _free(self) -> None:
+        """Nobody wants it, unless it has been copied out."""
+        arena, self._arena = self._arena, None
+        if arena is not None:
             slot = arena.slots[self._index]
             slot.emptied = slot.sent
 

@@ -204,11 +204,15 @@ class SocketTransport:
 
     def _free_ended(self) -> None:
         """Clean up after ended links, in a thread that may block."""
+        links: list[Connections] = []
         while self._ended_links:
             try:
-                link = self._ended_links.pop()
+                links.append(self._ended_links.pop())
             except IndexError:
-                return  # another thread has seen to it
+                break  # another thread has seen to it
+        for link in links:  # of all, before waiting for what others have open
+            link.close_device_memory()
+        for link in links:
             link.free_device_memory()
 
     def _links(self) -> list[Connections]:

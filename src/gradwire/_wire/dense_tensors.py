@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..errors import ProtocolError
+from ..errors import GradwireError, ProtocolError
 from . import raw_bytes
 from .frames import OnDevice, Piece, aligned
 
@@ -264,6 +264,7 @@ def unpack(
 
     Raises:
         ProtocolError: the table does not match the bytes.
+        torch.OutOfMemoryError: the device that they came to has no room.
     """
     try:
         if on_device is not None and not on_device.begin():
@@ -272,7 +273,7 @@ def unpack(
         tensors, at = table.build()
         table.fill()
     except (struct.error, ValueError, TypeError, RuntimeError, OverflowError) as error:
-        if isinstance(error, ProtocolError):
+        if isinstance(error, GradwireError | torch.OutOfMemoryError):
             raise
         raise ProtocolError(f"invalid table of tensors: {error}") from error
     return tensors, at
@@ -358,11 +359,13 @@ class _Table:
             else:
                 places.append(_Place(_IN_AREA, bulk, length))
                 bulk = aligned(bulk + length)
-        where, at = _IN_AREA, bulk
+        where, at, most = _IN_AREA, bulk, _MAX_BYTES
         if self._on_device is not None:
-            where, at = _ON_DEVICE, 0
+            where, at, most = _ON_DEVICE, 0, self._on_device.room
         for index in of_devices:
             places[index] = place = _Place(where, at, places[index].length)
+            if at + place.length > most:
+                raise ProtocolError(f"tensors of a device in {most} bytes are longer")
             at = aligned(at + place.length)
         bulk = at if where == _IN_AREA else bulk
         room = 0 if self._area is None else memoryview(self._area).nbytes

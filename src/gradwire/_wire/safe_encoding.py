@@ -232,6 +232,8 @@ class _Reader:
             self._check_size(name, parts)
             return tensor_kinds.put_together(name, parts)
         except (RuntimeError, AttributeError) as error:
+            if isinstance(error, torch.OutOfMemoryError):
+                raise
             raise ProtocolError(f"tensor of kind {name!r}: {error}") from error
 
     def _check_size(self, name: str, parts: tuple[Any, ...]) -> None:
