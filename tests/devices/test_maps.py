@@ -50,6 +50,17 @@ def moved(x: Tensor, device: torch.device) -> Tensor:
     return x.to(device)
 
 
+def several(x: Tensor, device: torch.device) -> dict[str, list[Tensor]]:
+    return {"x": [x, x.to(device)]}
+
+
+class Given:
+    """An object of a program's."""
+
+    def __init__(self, inner: object) -> None:
+        self.inner = inner
+
+
 RING = {"worker1": {FIRST: SECOND, SECOND: THIRD}}
 
 
@@ -137,14 +148,28 @@ def test_a_device_that_the_map_does_not_list_is_refused_at_the_caller() -> None:
         before = world[1].statistics()["calls_run"]
         with pytest.raises(ValueError, match=wrong):
             gw.rpc_sync("worker1", double, (on(THIRD, 1),))
+        tensor = r"a tensor of shape \(1, 2\) and torch.float32, is"
+        for args, kwargs, path in (
+            ((1, {"a": [on(FIRST, 1), on(THIRD, 1, 2)[None]]}), {}, r"1\['a'\]\[1\]"),
+            ((), {"x": (on(THIRD, 1, 2)[None],)}, r"'x'\[0\]"),
+            ((Given({1: on(THIRD, 1, 2)[None]}),), {}, r"0\.inner\[1\]"),
+        ):
+            wrong = f"^argument {path}, {tensor} on lazy:3, .*a call of .*double"
+            with pytest.raises(ValueError, match=wrong):
+                gw.rpc_async("worker1", double, args, kwargs)
+            with pytest.raises(ValueError, match=wrong):
+                gw.remote("worker1", double, args, kwargs)
         assert world[1].statistics()["calls_run"] == before
 
 
 def test_an_output_on_such_a_device_is_an_error_of_the_callee() -> None:
     with mapped(device_maps=RING):
         wrong = r"on lazy:1, which .* backwards, does not list: .*'lazy:2': 'lazy:1'"
-        with pytest.raises(TypeError, match=wrong):
+        tensor = r"a tensor of shape \(2,\) and torch.float32, is"
+        with pytest.raises(TypeError, match=f"result, {tensor} {wrong}"):
             gw.rpc_sync("worker1", moved, (torch.ones(2), FIRST))
+        with pytest.raises(TypeError, match=rf"result\['x'\]\[1\], {tensor} {wrong}"):
+            gw.rpc_sync("worker1", several, (torch.ones(2), FIRST))
 
 
 @pytest.mark.parametrize(

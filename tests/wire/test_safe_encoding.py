@@ -222,7 +222,8 @@ def test_a_recipe_that_makes_no_sense_is_a_protocol_error(
 @pytest.mark.parametrize("kind", ["nested", "quantized"])
 def test_naming_a_tensor_many_times_copies_it_not_as_often(kind: str) -> None:
     stored = torch.zeros(1 << 20, dtype=torch.int8)
-    parts = ([stored], False) if kind == "nested" else ("cpu", stored, 0.1, 0)
+    there = ("cpu", False)
+    parts = ([stored], False) if kind == "nested" else (there, stored, 0.1, 0)
     one, _ = recipe(kind, *parts)
     data = b"[" + struct.pack("<I", 1000) + one * 1000
     with pytest.raises(ProtocolError, match="larger than the message"):

@@ -304,9 +304,9 @@ def test_a_mode_in_which_tensors_have_no_memory_is_named(
 
 
 def test_a_device_that_is_not_here_is_named() -> None:
-    data = safe_encoding.dumps(("device", ("mps:7", 0, False)), [])
+    data = safe_encoding.dumps(("device", (("mps:7", True), 0, False)), [])
     recipe = b"R\x02\x00\x00\x00" + data[5:].replace(
         safe_encoding.dumps(0, []), b"@" + bytes(4)
     )
-    with pytest.raises(ProtocolError, match=r"mps:7.*send tensor.cpu\(\) instead"):
+    with pytest.raises(ProtocolError, match="map puts a tensor on 'mps:7' here"):
         safe_encoding.loads(recipe, [torch.ones(3)])

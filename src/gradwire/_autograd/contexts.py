@@ -22,6 +22,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from .. import streams
 from ..errors import GradwireError
 from ..locks import CheckedLock
 from .nodes import Crossing, Send
@@ -95,6 +96,8 @@ class Context:
 
     def add_send(self, number: int, to: int, tensors: Sequence[Tensor]) -> Send:
         send = Send(Crossing(number, to, self.id, len(tensors)), tensors)
+        if streams.in_use:
+            send.devices = [tensor.device for tensor in tensors]
         with self.lock:
             self.sends[number] = send
             send.enter_late(len(self.sends))

@@ -86,6 +86,12 @@ def take(
         raise ProtocolError(
             f"send {number} of {count} tensors got {len(gradients)} gradients"
         )
+    if send.devices:
+        # Those of a tensor that arrived on another device come from there.
+        gradients = [
+            None if gradient is None else gradient.to(device)
+            for gradient, device in zip(gradients, send.devices, strict=True)
+        ]
     if link:
         context.add_recv(link, sender, make_recv([gradients[i] for i in linked]))
     slots = tuple([i for i, g in enumerate(gradients) if g is not None])

@@ -112,6 +112,8 @@ class Send:
 
     leaves: Sequence[Tensor] = ()
     """The tensors, if all are leaves and nobody has asked for the node yet."""
+    devices: Sequence[torch.device] = ()
+    """Where the tensors are, if tensors of devices are sent at all."""
     place = 0
     """When the engine enters it, after all else that is ready: later places first.
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ import torch
 from .. import streams
 from ..errors import NotAllowedError, ProtocolError
 from . import dense_tensors, raw_bytes, safe_encoding
-from .device_maps import DeviceMap, DeviceMaps
+from .device_maps import DeviceMap, DeviceMaps, UnlistedError
 from .failures import describe_failure, shorten
 from .frames import Frame, Limits, Parcel, Replacing, Restoring
 from .functions import Names, describe
@@ -53,10 +52,10 @@ from .signature_encoder import (
     dump_pickle,
     dump_safely,
 )
+from .tensor_paths import Part, describe_first
 
 COMPILED, PICKLED, SAFE_COMPILED, SAFE, CUSTOM = 1, 2, 3, 4, 5
 _NO_NAMES: tuple[str, ...] = ()
-_AS_IT_IS = nullcontext()
 _MOST_TEXT = 10_000  # of a failure that is too large to be sent as it is
 
 
@@ -174,6 +173,11 @@ class Codec:
         fields = (target, call.args, call.kwargs, call.modes, call.ids)
         try:
             return self._general(kind, fields, manner, devices, is_traced=is_traced)
+        except UnlistedError as error:
+            given = [*enumerate(call.args), *call.kwargs.items()]
+            parts = [(f"argument {key!r}", value) for key, value in given]
+            what = f" (in a call of {describe(call.function)})"
+            raise _located(error, parts, devices, what) from error
         except (RecursionError, pickle.PicklingError) as error:
             if "recursion" not in str(error):
                 raise
@@ -189,7 +193,10 @@ class Codec:
             encoded = self._compiled(RESULT, NO_SUBJECT, (value,), manner, devices)
             if encoded is not None:
                 return encoded
-        return self._general(RESULT, (value,), manner, devices, is_traced=is_traced)
+        try:
+            return self._general(RESULT, (value,), manner, devices, is_traced=is_traced)
+        except UnlistedError as error:
+            raise _located(error, [("result", value)], devices) from error
 
     def failure(
         self, error: BaseException, manner: Manner, trace: str | None = None
@@ -260,7 +267,7 @@ class Codec:
         beside = Beside(restore=restored)
         if frame.encoding == PICKLED:
             loader = PickleSerializer(self._reducers, same_main=True, beside=beside)
-        with streams.default() if streams.in_use else _AS_IT_IS:
+        with streams.for_others():
             return self._open_general(frame, loader, beside, restored)
 
     def _open_general(
@@ -342,6 +349,18 @@ class Codec:
             return CUSTOM, self._custom
         same = manner.same_main
         return PICKLED, PickleSerializer(self._reducers, same_main=same, beside=beside)
+
+
+def _located(
+    error: UnlistedError,
+    parts: list[Part],
+    devices: DeviceMap | None,
+    what: str = "",
+) -> ValueError:
+    """The same error, saying which tensor it is."""
+    assert devices is not None  # it has refused one
+    tensor = describe_first(parts, lambda tensor: not devices.has(tensor.device))
+    return ValueError(f"{tensor} is {error.where}{what}")
 
 
 def _requiring_grad(values: Iterable[Any]) -> list[torch.Tensor]:

@@ -3,7 +3,8 @@
 A worker can have a device map for another one: pairs of a device of its own and one there. Its
 requests follow that map, and the responses to them follow its inverse. Tensors on a device that is
 not in the map cannot be sent, except that the CPU maps to the CPU. Without a map, a tensor
-arrives on the device of the same name.
+arrives on the device of the same name if the other worker has it, else on its current one, else on
+its CPU; a device that a map names has to be there.
 
 Gradients return to where their tensors came from: for a request of the other worker by the inverse
 of its map, or for the response to a request from here by this worker's map.
@@ -62,6 +63,30 @@ def _name(given: Any) -> str:
     return str(device)
 
 
+class UnlistedError(ValueError):
+    """A tensor of a device was to be sent along a map that does not have it."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(f"a tensor is {where}")
+        self.where = where
+
+
+class Place(NamedTuple):
+    """Where a tensor arrives."""
+
+    device: str
+    is_mapped: bool
+    """A map says so: it is an error if there is no such device. Else another one will do."""
+
+
+def place(device: torch.device, devices: DeviceMap | None) -> Place:
+    """Where a tensor of this device arrives; raises what `DeviceMap.target` does."""
+    here = str(device)
+    if devices is None:
+        return Place(here, False)
+    return Place(devices.target(device), devices.is_whole and here in devices.pairs)
+
+
 class NoMapError(GradwireError):
     """A tensor on a device cannot be sent: torch requires a device map, and there is none."""
 
@@ -87,17 +112,22 @@ class DeviceMap:
         """Where a tensor of this device arrives.
 
         Raises:
-            ValueError: the map does not have it.
+            UnlistedError: the map does not have it.
             NoMapError: there is no map, and there has to be one.
         """
         here = str(device)
         if self.missing and device.type not in _ANYWHERE:
             raise NoMapError(self.missing)
-        if self.is_whole and here not in self.pairs and device.type not in _ANYWHERE:
-            raise ValueError(
-                f"a tensor is on {here}, which {self.name} does not list: it is {self.pairs}"
+        if not self.has(device):
+            raise UnlistedError(
+                f"on {here}, which {self.name} does not list: it is {self.pairs}"
             )
         return self.pairs.get(here, here)
+
+    def has(self, device: torch.device) -> bool:
+        """Whether tensors of this device may be sent."""
+        is_listed = str(device) in self.pairs or device.type in _ANYWHERE
+        return is_listed or not self.is_whole
 
 
 _ANYWHERE = ("cpu", "meta")  # what every worker has

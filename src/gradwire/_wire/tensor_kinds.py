@@ -11,6 +11,7 @@ stored integers to a quantized tensor that does not round again.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
@@ -18,7 +19,9 @@ import torch
 
 from .. import streams
 from . import dense_tensors
-from .device_maps import DeviceMap
+from .device_maps import DeviceMap, Place, place
+
+log = logging.getLogger("gradwire")
 
 _COMPRESSED_BY_ROW = (torch.sparse_csr, torch.sparse_bsr)
 _COMPRESSED = {
@@ -48,14 +51,11 @@ def take_apart(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe
         TypeError: this kind of tensor cannot be sent.
         ValueError: the device map does not have its device.
     """
-    if devices is None:
-        if dense_tensors.is_plain(tensor):
-            return None
-        there = str(tensor.device)
-    else:
-        there = devices.target(tensor.device)
-        if there == "cpu" and dense_tensors.is_plain(tensor):
-            return None
+    if devices is None and dense_tensors.is_plain(tensor):
+        return None
+    there = place(tensor.device, devices)
+    if there.device == "cpu" and dense_tensors.is_plain(tensor):
+        return None
     grad = tensor.requires_grad
     tensor = tensor.detach()
     if tensor.is_meta:
@@ -69,9 +69,9 @@ def take_apart(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe
         # Each with its own memory: who puts them together from anyone's bytes insists.
         return "nested", ([member.clone() for member in tensor.unbind()], grad)
     is_dense = tensor.layout is torch.strided and not tensor.is_quantized
-    if is_dense and not (tensor.is_cpu and there == "cpu"):
+    if is_dense and not (tensor.is_cpu and there.device == "cpu"):
         streams.note()
-        return "device", (there, Copy(tensor), grad)
+        return "device", (tuple(there), Copy(tensor), grad)
     if tensor.layout is torch.sparse_coo:
         parts = map(_unexpanded, (tensor._indices(), tensor._values()))
         return "coo", (*parts, tuple(tensor.shape), tensor.is_coalesced(), grad)
@@ -92,7 +92,8 @@ def on_device(tensor: torch.Tensor, devices: DeviceMap | None = None) -> Recipe 
     bare = tensor.detach()
     if type(bare.flatten()[:0].cpu()) is not torch.Tensor:
         return None
-    there = str(tensor.device) if devices is None else devices.target(tensor.device)
+    streams.note()
+    there = tuple(place(tensor.device, devices))
     return "device", (there, Copy(bare), tensor.requires_grad)
 
 
@@ -138,7 +139,7 @@ def _unexpanded(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous() if is_expanded(tensor) else tensor
 
 
-def _quantized_parts(tensor: torch.Tensor, there: str) -> tuple[Any, ...]:
+def _quantized_parts(tensor: torch.Tensor, there: Place) -> tuple[Any, ...]:
     if tensor.dtype in (torch.quint4x2, torch.quint2x4):
         raise TypeError(f"cannot send a tensor of {tensor.dtype}")
     if tensor.qscheme() is torch.per_tensor_affine:
@@ -149,7 +150,7 @@ def _quantized_parts(tensor: torch.Tensor, there: str) -> tuple[Any, ...]:
             tensor.q_per_channel_zero_points(),
             tensor.q_per_channel_axis(),
         )
-    return (there, Copy(tensor.int_repr().cpu()), *how)
+    return (tuple(there), Copy(tensor.int_repr().cpu()), *how)
 
 
 def _meta(
@@ -165,16 +166,58 @@ def _nested(members: list[torch.Tensor], grad: bool) -> torch.Tensor:
     return torch.nested.as_nested_tensor(members).requires_grad_(grad)
 
 
-def _device(device: str, tensor: torch.Tensor, grad: bool) -> torch.Tensor:
+def _device(there: tuple[str, bool], tensor: torch.Tensor, grad: bool) -> torch.Tensor:
     streams.note()
+    return _moved(tensor, there).requires_grad_(grad)
+
+
+def _moved(tensor: torch.Tensor, there: tuple[str, bool]) -> torch.Tensor:
+    """A tensor on this device; or, if there is none and no map names it, on another one."""
+    device, is_mapped = there
     try:
-        return tensor.to(torch.device(device)).requires_grad_(grad)
-    except (RuntimeError, AssertionError) as error:
+        return tensor.to(torch.device(device))
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or _is_here(device):
+            raise
         reason = str(error).partition(". ")[0]  # torch's message has several pages
-        raise RuntimeError(
-            f"a tensor on {device!r} was sent here, where that device cannot be used "
-            f"({reason}); send tensor.cpu() instead"
-        ) from error
+        if is_mapped:
+            raise RuntimeError(
+                f"a device map puts a tensor on {device!r} here, where that device cannot be "
+                f"used ({reason})"
+            ) from error
+    other = _current_device()
+    if device not in _missed and len(_missed) < _MOST_MISSED:
+        _missed.add(device)
+        log.warning(
+            "tensors that leave from %s arrive on %s here: there is no such device (%s); to choose "
+            "another one, give the sender a device map",
+            device,
+            other,
+            reason,
+        )
+    return tensor.to(other)
+
+
+_MOST_MISSED = 64  # of which it is said: their names are the other worker's words
+_missed: set[str] = set()
+"""Devices that this process lacks, and that were said to be missing."""
+
+
+def _is_here(device: str) -> bool:
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError):
+        return False
+    return True
+
+
+def _current_device() -> torch.device:
+    """The accelerator that is current here; without one, the CPU."""
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    kind = torch.accelerator.current_accelerator()
+    assert kind is not None
+    return torch.device(kind.type, torch.get_device_module(kind).current_device())
 
 
 def _coo(
@@ -215,8 +258,10 @@ def _compressed(
     return tensor.requires_grad_(grad)
 
 
-def _quantized(device: str, stored: torch.Tensor, *how: Any) -> torch.Tensor:
-    stored = stored.to(torch.device(device))
+def _quantized(
+    there: tuple[str, bool], stored: torch.Tensor, *how: Any
+) -> torch.Tensor:
+    stored = _moved(stored, there)
     if len(how) == 2:
         return torch._make_per_tensor_quantized_tensor(stored, *how)
     return torch._make_per_channel_quantized_tensor(stored, *how)
