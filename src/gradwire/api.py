@@ -10,7 +10,7 @@ import atexit
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,6 @@ from ._rpc.futures import CallFuture
 from ._rpc.serial import made_serial
 from ._rref import reference
 from ._rref.reference import RRef
-from ._rref.service import References
 from ._transport.stores import find_place
 from ._wire.pickling import Reducer
 from .errors import ClosedError
@@ -107,7 +106,7 @@ def init_rpc(  # noqa: PLR0913 torch's signature
         if settings.min_workers is not None:
             place.let_come_and_go(settings.min_workers, world_size)
         name = _own_name(place.rank) if name is None else name
-        worker = open_worker(name, place, settings, _enter_thread)
+        worker = open_worker(name, place, settings, enter)
         adopt(worker)
         return worker
 
@@ -159,7 +158,7 @@ def current_worker() -> Worker:
 
 
 @uncompiled
-def rpc_sync(
+def rpc_sync(  # noqa: PLR0913 torch's signature, and more
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Any = None,
@@ -167,6 +166,7 @@ def rpc_sync(
     timeout: float | None = None,
     *,
     retries: int = 0,
+    device_map: Mapping[Any, Any] | None = None,
 ) -> Any:
     """Call `func(*args, **kwargs)` on a worker and wait for its result.
 
@@ -178,6 +178,8 @@ def rpc_sync(
         timeout: Seconds; 0 means no limit. Default: `Options.timeout`.
         retries: How often to retry a function marked as `idempotent` after the worker was lost
             and has come back under its name. All attempts share the `timeout`.
+        device_map: On which device there the tensors of each device here arrive, and backwards for
+            the result. Default: that of `Options.device_maps`.
 
     Raises:
         CallTimeout: no response in time.
@@ -188,10 +190,11 @@ def rpc_sync(
     tensor([4., 4.])
     """
     try:
+        worker = current_worker()
         if retries:
             call = func, args, kwargs
-            return call_with_retries(current_worker(), to, call, timeout, retries)
-        return current_worker().rpc_sync(to, func, args, kwargs, timeout)
+            return call_with_retries(worker, to, call, timeout, retries, device_map)
+        return worker.rpc_sync(to, func, args, kwargs, timeout, device_map)
     except Exception as error:
         hide_frames(error)
         raise
@@ -204,6 +207,7 @@ def rpc_async(
     args: Any = None,
     kwargs: dict[str, Any] | None = None,
     timeout: float | None = None,
+    device_map: Mapping[Any, Any] | None = None,
 ) -> CallFuture:
     """Call `func(*args, **kwargs)` on a worker, and return a future of the result.
 
@@ -214,14 +218,14 @@ def rpc_async(
     [2, 2, 2, 3]
     """
     try:
-        return current_worker().rpc_async(to, func, args, kwargs, timeout)
+        return current_worker().rpc_async(to, func, args, kwargs, timeout, device_map)
     except Exception as error:
         hide_frames(error)
         raise
 
 
 @uncompiled
-def remote(
+def remote(  # noqa: PLR0913 torch's signature, and more
     to: str | int | WorkerInfo,
     func: Callable[..., Any],
     args: Any = None,
@@ -229,10 +233,12 @@ def remote(
     timeout: float | None = None,
     *,
     serial: bool = False,
+    device_map: Mapping[Any, Any] | None = None,
 ) -> RRef[Any]:
     """Call `func(*args, **kwargs)` on a worker, and return a reference to the result at once.
 
     The arguments are those of `rpc_sync`. What it raises is raised where the reference is used.
+    A `device_map` is for the arguments: the value is fetched by that of `Options.device_maps`.
     With `serial`, methods of the result run one at a time, in order of arrival (see `gw.serial`).
 
     >>> rref = remote("worker1", torch.add, args=(torch.ones(2), 3))
@@ -242,7 +248,7 @@ def remote(
     if serial:
         func, args, kwargs = made_serial, (func, args, kwargs), None
     try:
-        return current_worker().remote(to, func, args, kwargs, timeout)
+        return current_worker().remote(to, func, args, kwargs, timeout, device_map)
     except Exception as error:
         hide_frames(error)
         raise
@@ -487,10 +493,6 @@ def _own_name(rank: int | None) -> str:
     return f"worker{rank}" if name is None else name
 
 
-def _enter_thread(worker: Worker) -> None:
-    _thread.worker = worker
-
-
 def _at_exit() -> None:
     """A program that forgot to shut down ends quietly; others see it leave."""
     if _process is None or _process.is_closed:
@@ -511,10 +513,6 @@ def _after_fork() -> None:
     _starting = threading.Lock()
 
 
-def _find_service() -> References:
-    return current_worker().references
-
-
-reference.find_service = _find_service
+reference.find_service = lambda: current_worker().references
 atexit.register(_at_exit)
 os.register_at_fork(after_in_child=_after_fork)

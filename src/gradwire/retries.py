@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from .errors import WorkerLostError
@@ -42,6 +42,7 @@ def call_with_retries(
     call: tuple[Callable[..., Any], Any, dict[str, Any] | None],
     timeout: float | None,
     retries: int,
+    device_map: Mapping[Any, Any] | None = None,
 ) -> Any:
     """As `rpc_sync`; all attempts, and the waits for the worker, share one timeout.
 
@@ -66,7 +67,7 @@ def call_with_retries(
         try:
             info = worker.get_worker_info(name)
             lost = info.id
-            return worker.rpc_sync(info, *call, timeout=limit)
+            return worker.rpc_sync(info, *call, limit, device_map)
         except WorkerLostError as error:
             if error.worker != name or not left:
                 raise

@@ -9,7 +9,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +22,7 @@ from ._rpc import device_check
 from ._rpc.agent import Agent
 from ._rpc.allow import AllowList
 from ._rpc.audit import open_audit
+from ._rpc.caller import prepare
 from ._rpc.collectives import Collectives
 from ._rpc.function_runner import Runner
 from ._rpc.futures import CallFuture
@@ -152,9 +153,8 @@ class Worker:
             kind=kinds.reference,
         )
         self._codec.carry((RRef, kinds.reference), self.references.carrier)
-        self.autograd = Autograd(
-            self._agent, self._executor, pickles=options.allow is None
-        )
+        pickles = self._allow is None
+        self.autograd = Autograd(self._agent, self._executor, pickles=pickles)
         self._codec.record_with(Recording(self.autograd, warns=kinds.warns))
         self._agent.run_in_context(self.autograd.contexts.run, self.autograd.release)
         self._collectives = Collectives(self._agent)
@@ -232,9 +232,7 @@ class Worker:
         write, agent = self._audit.write, self._agent
         agent.joined.subscribe(lambda info: write("join", who=info.name))
         agent.gone.subscribe(lambda info: write("leave", who=info.name))
-        agent.shut_out.subscribe(
-            lambda what: write("refuse", origin=what[0], reason=what[1])
-        )
+        agent.shut_out.subscribe(lambda x: write("refuse", origin=x[0], reason=x[1]))
 
     def _prepare_thread(self) -> None:
         """What each of our threads does first."""
@@ -245,8 +243,7 @@ class Worker:
     def greet(self) -> None:
         """Announce this worker to all others of an elastic world."""
         others = [c.id for c in self._agent.members.cards() if c.id != self.id]
-        greetings = [self._agent.request(other, Greeting()) for other in others]
-        for greeting in greetings:
+        for greeting in [self._agent.request(to, Greeting()) for to in others]:
             try:
                 greeting.wait()
             except GradwireError as error:
@@ -261,9 +258,11 @@ class Worker:
         args: Any = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
+        device_map: Mapping[Any, Any] | None = None,
     ) -> Any:
         """Call a function on a worker and wait for its result: `gw.rpc_sync` as this worker."""
-        return self._agent.call_sync(to, func, args, kwargs, timeout)
+        call = prepare(func, args, kwargs, device_map)
+        return self._agent.call_sync(to, call, timeout)
 
     def rpc_async(
         self,
@@ -272,9 +271,11 @@ class Worker:
         args: Any = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
+        device_map: Mapping[Any, Any] | None = None,
     ) -> CallFuture:
         """Call a function on a worker, returning a future: `gw.rpc_async` as this worker."""
-        return self._agent.call_async(to, func, args, kwargs, timeout)
+        call = prepare(func, args, kwargs, device_map)
+        return self._agent.call_async(to, call, timeout)
 
     def remote(
         self,
@@ -283,9 +284,10 @@ class Worker:
         args: Any = None,
         kwargs: dict[str, Any] | None = None,
         timeout: float | None = None,
+        device_map: Mapping[Any, Any] | None = None,
     ) -> RRef[Any]:
         """Call a function on a worker, returning a reference: `gw.remote` as this worker."""
-        return self.references.remote(to, func, args, kwargs, timeout)
+        return self.references.remote(to, func, args, kwargs, timeout, device_map)
 
     def debug_info(self) -> dict[str, Any]:
         """What this worker currently owns, holds and waits for."""
@@ -442,9 +444,8 @@ class Worker:
         self.autograd.close()
         self._transport.close()
         self._executor.close()
-        self._switch_interval.close()
-        self._cores.close()
-        self._audit.close()
+        for part in (self._switch_interval, self._cores, self._audit):
+            part.close()
         if not self._executor.join(self._patience):
             log.warning("worker %r: functions still run after shutdown", self.name)
 

@@ -206,9 +206,10 @@ INDEX = torch.zeros(1, 3, dtype=torch.int64)
         ("nested", ([MANY], False)),
         ("nested", (5, False)),
         ("nested", (torch.ones(1 << 40, 0), False)),
-        ("device", ("no such device", ONES, False)),
-        ("device", (torch.float64, ONES, False)),
-        ("device", ("cpu", "tensor", False)),
+        ("device", ("cpu", ONES, False)),
+        ("device", (("no such device", True), ONES, False)),
+        ("device", ((torch.float64, False), ONES, False)),
+        ("device", (("cpu", False), "tensor", False)),
     ],
 )
 def test_a_recipe_that_makes_no_sense_is_a_protocol_error(

@@ -32,7 +32,7 @@ from ..ids import WorkerInfo
 from ..options import Options
 from ..threads import Executor
 from . import torch_modes
-from .caller import Caller, prepare
+from .caller import Caller
 from .function_runner import Later, Runner
 from .futures import CallFuture, Failed
 from .interceptors import InterceptedCodec
@@ -178,16 +178,10 @@ class Agent:
 
     # Calls from here
 
-    def call_sync(
-        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
-    ) -> Any:
-        call = prepare(func, args, kwargs)
+    def call_sync(self, to: Any, call: Call, timeout: float | None) -> Any:
         return self.caller.call_sync(self.peer(to), call, timeout)
 
-    def call_async(
-        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
-    ) -> CallFuture:
-        call = prepare(func, args, kwargs)
+    def call_async(self, to: Any, call: Call, timeout: float | None) -> CallFuture:
         return self.caller.call_async(self.peer(to), call, timeout)
 
     def request(
@@ -324,12 +318,15 @@ class Agent:
         if type(value) is Failed:
             return self._codec.failure(value.error, peer.manner, value.trace)
         given = getattr(message, "modes", None) if context else None
+        manner = peer.manner
+        if type(message) is Call and message.device_map is not None:
+            manner = manner.with_map(message.device_map)
         try:
             if given is None or torch_modes.allow_grad(given):
-                parcel = self._codec.result(value, peer.manner, context, message)
+                parcel = self._codec.result(value, manner, context, message)
             else:
                 with torch.no_grad():
-                    parcel = self._codec.result(value, peer.manner, context)
+                    parcel = self._codec.result(value, manner, context)
         except (WorkerLostError, StaleReferenceError, NoMapError) as error:
             return self._codec.failure(error, peer.manner)
         except Exception as error:  # noqa: BLE001 user code

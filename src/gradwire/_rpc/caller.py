@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.jit import ScriptFunction
 
 from .. import streams
 from .._transport.base import NotConnected, Transport
+from .._wire.device_maps import names_in
 from .._wire.failures import revive_failure
 from .._wire.frames import Frame, Freight, Parcel
 from .._wire.functions import describe
@@ -457,12 +458,14 @@ def prepare(
     func: Any,
     args: Any,
     kwargs: Any,
+    device_map: Mapping[Any, Any] | None = None,
     kind: type[Call] = Call,
     ids: tuple[int, ...] = (),
 ) -> Call:
     """A user's call, checked, with this thread's modes.
 
     Raises:
+        ValueError: the device map makes no sense.
         TypeError: it cannot be called or passed; names what.
         RuntimeError: a scripted function does not take these arguments.
     """
@@ -480,4 +483,7 @@ def prepare(
         raise TypeError(f"kwargs={kwargs!r}: give a dict, such as kwargs={{'x': 1}}")
     if check_scripted is not None and type(func) is ScriptFunction:
         check_scripted(func, args, kwargs)
-    return kind(func, args, kwargs, torch_modes.capture(), ids)
+    call = kind(func, args, kwargs, torch_modes.capture(), ids)
+    if device_map is not None:
+        call.device_map = names_in(device_map)
+    return call

@@ -11,7 +11,7 @@ import gc
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -108,12 +108,18 @@ class References:
         return owned
 
     def remote(
-        self, to: Any, func: Any, args: Any, kwargs: Any, timeout: float | None
+        self,
+        to: Any,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        timeout: float | None,
+        device_map: Mapping[Any, Any] | None = None,
     ) -> RRef[Any]:
         """A reference to the result of a function on another worker."""
         peer = self._agent.peer(to)
         core = self._new_core(peer)
-        create = prepare(func, args, kwargs, Create, (core.id,))
+        create = prepare(func, args, kwargs, device_map, Create, (core.id,))
         return self._start(core, create, peer, timeout)
 
     def fetch(self, core: Core, timeout: float | None, part: str = "value") -> Any:

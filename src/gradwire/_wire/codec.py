@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +24,7 @@ import torch
 from .. import streams
 from ..errors import NotAllowedError, ProtocolError
 from . import dense_tensors, raw_bytes, safe_encoding
-from .device_maps import DeviceMap, DeviceMaps, UnlistedError
+from .device_maps import DeviceMap, DeviceMaps, UnlistedError, for_call, for_result
 from .failures import describe_failure, shorten
 from .frames import Frame, Limits, Parcel, Replacing, Restoring
 from .functions import Names, describe
@@ -70,6 +70,11 @@ class Manner(NamedTuple):
     """Who it is."""
     devices: DeviceMaps = DeviceMaps()
     """On which devices tensors arrive there."""
+
+    def with_map(self, pairs: Mapping[str, str]) -> Manner:
+        """That of the result of a call with this device map."""
+        devices = DeviceMaps(responses=for_result(pairs))
+        return Manner(self.plain, self.same_main, self.to, devices)
 
 
 class Codec:
@@ -149,12 +154,12 @@ class Codec:
             ValueError: it is larger than the limits.
         """
         kind, devices = self._kinds[type(call)], manner.devices.requests
-        name = call.function
+        name, own_map = call.function, call.device_map
         if type(name) is not str:
             is_enough = manner.plain or self._custom is not None
             same = manner.same_main
             name = self._names.name_of(name, same, is_enough=is_enough)
-        if name is not None and self._custom is None:
+        if name is not None and self._custom is None and own_map is None:
             values, names = call.args, _NO_NAMES
             if call.kwargs:
                 values, names = (*values, *call.kwargs.values()), tuple(call.kwargs)
@@ -170,7 +175,9 @@ class Codec:
                 "accepts no functions by value (it has an allow-list)"
             )
         target = call.function if name is None else name
-        fields = (target, call.args, call.kwargs, call.modes, call.ids)
+        fields: tuple[Any, ...] = (target, call.args, call.kwargs, call.modes, call.ids)
+        if own_map is not None:
+            fields, devices = (*fields, own_map), for_call(own_map)
         try:
             return self._general(kind, fields, manner, devices, is_traced=is_traced)
         except UnlistedError as error:

@@ -1,7 +1,8 @@
 """The device on which a tensor arrives, given the one that it leaves.
 
 A worker can have a device map for another one: pairs of a device of its own and one there. Its
-requests follow that map, and the responses to them follow its inverse. Tensors on a device that is
+requests follow that map, and the responses to them follow its inverse. A call can have a map of its
+own, which takes the place of the worker's and travels with it. Tensors on a device that is
 not in the map cannot be sent, except that the CPU maps to the CPU. Without a map, a tensor
 arrives on the device of the same name if the other worker has it, else on its current one, else on
 its CPU; a device that a map names has to be there.
@@ -26,10 +27,13 @@ Names = Mapping[str, str]
 
 def are_names(maps: Any) -> bool:
     """Whether these are valid device maps by worker, as received from another one."""
-    return type(maps) is dict and all(
-        type(pairs) is dict
-        and all(type(name) is str for pair in pairs.items() for name in pair)
-        for pairs in maps.values()
+    return type(maps) is dict and all(map(is_map, maps.values()))
+
+
+def is_map(pairs: Any) -> bool:
+    """Whether this is a valid device map, as received from another worker."""
+    return type(pairs) is dict and all(
+        type(name) is str for pair in pairs.items() for name in pair
     )
 
 
@@ -42,16 +46,23 @@ def names_of(given: Mapping[str, Mapping[Any, Any]]) -> dict[str, dict[str, str]
     """
     found: dict[str, dict[str, str]] = {}
     for worker, pairs in given.items():
-        try:
-            names = {_name(here): _name(there) for here, there in pairs.items()}
-        except (RuntimeError, ValueError) as error:
-            raise ValueError(f"device_maps[{worker!r}]: {error}") from None
-        if len(set(names.values())) < len(pairs):
-            raise ValueError(
-                f"device_maps[{worker!r}] must be one to one, but it is {names}"
-            )
-        found[worker] = names
+        found[worker] = names_in(pairs, f"device_maps[{worker!r}]")
     return found
+
+
+def names_in(pairs: Mapping[Any, Any], what: str = "device_map") -> dict[str, str]:
+    """One device map of a user's as names; `what` errors call it.
+
+    Raises:
+        ValueError: as `names_of`.
+    """
+    try:
+        names = {_name(here): _name(there) for here, there in pairs.items()}
+    except (RuntimeError, ValueError) as error:
+        raise ValueError(f"{what}: {error}") from None
+    if len(set(names.values())) < len(pairs):
+        raise ValueError(f"{what} must be one to one, but it is {names}")
+    return names
 
 
 def _name(given: Any) -> str:
@@ -158,6 +169,18 @@ def between(
         DeviceMap(back, response) if back else _missing(missing, "Response", other),
         DeviceMap(both, "", is_whole=False) if both else None,
     )
+
+
+def for_call(pairs: Names) -> DeviceMap:
+    """The map for the arguments of one call that has its own; an empty one maps nothing."""
+    return DeviceMap(pairs, "the device map of the call", is_whole=bool(pairs))
+
+
+def for_result(pairs: Names) -> DeviceMap:
+    """The map for the result of such a call."""
+    back = {there: here for here, there in pairs.items()}
+    name = "the device map of the call, backwards,"
+    return DeviceMap(back, name, is_whole=bool(pairs))
 
 
 def _missing(text: str, kind: str, other: str) -> DeviceMap | None:

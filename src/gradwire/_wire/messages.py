@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from . import raw_bytes
+from .device_maps import is_map
 
 CALL, RESULT, FAILURE, PING, PONG, GOODBYE = 1, 2, 3, 4, 5, 6
 NOTES = frozenset((PING, PONG, GOODBYE))
@@ -38,6 +39,8 @@ class Call:
     """The caller's grad mode and autocast, if not the usual ones (`_rpc/torch_modes.py`)."""
     ids: tuple[int, ...] = ()
     """Numbers for an upper layer, whose messages that are calls too extend this class."""
+    device_map: dict[str, str] | None = None
+    """The map for this call's arguments, and backwards for its result; None: the workers' own."""
 
 
 @dataclass(slots=True)
@@ -98,7 +101,7 @@ fields_of_call, fields_of_failure = getter(Call), getter(Failure)
 def has_right_fields(message: object) -> bool:
     """Whether the fields that Gradwire itself uses have the expected types."""
     if isinstance(message, Call):
-        _, args, kwargs, modes, ids = fields_of_call(message)
+        _, args, kwargs, modes, ids, device_map = fields_of_call(message)
         kinds = (tuple, list)
         return (
             isinstance(args, kinds)
@@ -106,6 +109,7 @@ def has_right_fields(message: object) -> bool:
             and (modes is None or isinstance(modes, kinds))
             and isinstance(ids, kinds)
             and all(type(n) is int for n in ids)
+            and (device_map is None or is_map(device_map))
         )
     if isinstance(message, TensorMessage):
         return are_numbers_and_tensors((message.numbers, message.tensors))
