@@ -223,6 +223,7 @@ class DevicePool:
         for arena in arenas:
             if not _wait_until(until, arena, _is_let_go) and not is_lost:
                 _left.append(arena)
+                log.debug("memory of a GPU is left: worker %d has it open", self._to)
                 continue
             try:
                 with driver.entered(arena.device):
