@@ -137,6 +137,16 @@ def test_where_memory_cannot_be_opened_they_do_so_too(
         assert len([m for m in caplog.messages if "by way of the CPU" in m]) == 2
 
 
+def test_memory_is_freed_whoever_ends_the_connection(driver: PretendedDriver) -> None:
+    with socket_world(2) as workers:
+        for _ in range(2):
+            workers[0].rpc_sync("worker1", device_and_double, (on(FIRST, 1, 2),))
+        assert len(driver.memory.buffers) == 2
+        transport: Any = workers[0]._transport
+        for link in transport._links():
+            link._on_ended = lambda *_: None  # another thread is about to call it
+
+
 # What the receiver cannot take
 
 

@@ -49,9 +49,7 @@ _INDEX = 0xFF
 _LONGEST = 5.0  # seconds for what this worker has begun to be done, at its end
 _LONG = 1.0  # seconds for the other one to take what was sent to it, and to close it
 _SLOWLY = 1 << 30  # bytes per second by way of the host: as long a slot is waited for
-_MOST_REASONS = (
-    8  # why tensors went by way of the host; some are the other worker's words
-)
+_MOST_REASONS = 8  # that are kept: some are the other worker's words
 
 GetDriver = Callable[[], Driver | None]
 
@@ -84,8 +82,9 @@ class DevicePool:
 
     def describe(self) -> str:
         """What was done so far, for people."""
-        arenas = [arena for arena in self._arenas.values() if arena is not None]
-        found = ", memory of GPUs" if any(map(_is_open, arenas)) else ""
+        arenas = [*self._arenas.values()]  # others may be added meanwhile
+        is_direct = any(arena is not None and _is_open(arena) for arena in arenas)
+        found = ", memory of GPUs" if is_direct else ""
         if self.reasons:
             some = "some tensors" if found else "tensors"
             found += f"; {some} of GPUs by way of the CPU ({'; '.join(self.reasons)})"
@@ -214,8 +213,9 @@ class DevicePool:
         what happens to who reads on. A worker that is lost has nothing open, as a rule: its process
         has ended.
         """
-        arenas = [arena for arena in self._arenas.values() if arena is not None]
-        self._arenas.clear()
+        with self._lock:  # by one thread, if several see to it
+            known, self._arenas = self._arenas, {}
+        arenas = [arena for arena in known.values() if arena is not None]
         if not arenas or (driver := self._get_driver()) is None:
             return
         self.drain(arenas)
@@ -379,8 +379,9 @@ class DeviceMap:
 
     def close(self) -> None:
         """Let go of the other worker's memory, when all that came is copied out."""
-        arenas = [arena for arena in self._arenas.values() if arena.memory]
-        self._arenas.clear()
+        with self._lock:
+            known, self._arenas = self._arenas, {}
+        arenas = [arena for arena in known.values() if arena.memory]
         if not arenas or (driver := self._get_driver()) is None:
             return
         until = time.monotonic() + _LONGEST

@@ -196,6 +196,7 @@ class SocketTransport:
         for link in links:
             link.close(goodbye=True)
         self._frees_at_once = True
+        self._ended_links += links  # also those that another thread is ending
         self._free_ended()
         self._own.close()
         self._poller.close()
@@ -212,8 +213,9 @@ class SocketTransport:
                 break  # another thread has seen to it
         for link in links:  # of all, before waiting for what others have open
             link.close_device_memory()
-        for link in links:
-            link.free_device_memory()
+        with self._executor.waiting():
+            for link in links:
+                link.free_device_memory()
 
     def _links(self) -> list[Connections]:
         return [*self._out.values(), *self._in.values()]
