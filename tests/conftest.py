@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import is_hypothesis_test, settings
 from torch.distributed import TCPStore
 
 # Threads and sockets end a little after what closed them returns.
@@ -87,7 +87,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         by_seed = "fuzz_seed" in getattr(item, "fixturenames", ())
-        if by_seed or item.get_closest_marker("hypothesis"):
+        # Not by the marker `hypothesis`: its plugin adds that after this.
+        if by_seed or is_hypothesis_test(getattr(item, "obj", None)):
             item.add_marker("fuzz")
 
 

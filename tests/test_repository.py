@@ -1,6 +1,7 @@
 """What a public repository has besides its code: it is there, and says what is so."""
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -69,3 +70,17 @@ def test_ci_runs_what_make_test_cluster_runs() -> None:
 def test_contributing_says_what_ci_runs() -> None:
     (command,) = re.findall(r"^make .*$", (ROOT / ".ci" / "run").read_text(), re.M)
     assert f"`{command}`" in (ROOT / "CONTRIBUTING.md").read_text()
+
+
+def test_make_fuzz_selects_what_hypothesis_runs() -> None:
+    """Its plugin marks such tests after `-m` was to know them: conftest.py must not rely on it."""
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-m", "fuzz"]
+    module = ROOT / "tests" / "transport" / "test_handshake.py"
+    done = subprocess.run(
+        [*command, "-q", "--collect-only", str(module)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert "::test_garbage_is_no_hello" in done.stdout, done.stdout + done.stderr
