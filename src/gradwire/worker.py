@@ -228,11 +228,11 @@ class Worker:
             self._agent.before_each = self._cores.follow
 
     def _keep_audit(self) -> None:
-        """Write down who comes and goes; the runner does so for calls."""
+        """Write down who comes, goes and is refused; the runner does so for calls."""
         write, agent = self._audit.write, self._agent
         agent.joined.subscribe(lambda info: write("join", who=info.name))
         agent.gone.subscribe(lambda info: write("leave", who=info.name))
-        agent.shut_out.subscribe(lambda x: write("refuse", origin=x[0], reason=x[1]))
+        agent.refusals.subscribe(lambda what: write("refuse", **what))
 
     def _prepare_thread(self) -> None:
         """What each of our threads does first."""
@@ -439,11 +439,11 @@ class Worker:
         self._closed = True
         if self._meeting is not None:
             self._meeting.leave(self.id)
-        self._agent.close()
-        self.references.close()
-        self.autograd.close()
-        self._transport.close()
+        for layer in (self._agent, self.references, self.autograd, self._transport):
+            layer.close()
         self._executor.close()
+        if self._agent.members.get(self.id) is not None:  # else it has not joined
+            self._audit.write("leave", who=self.name)
         for part in (self._switch_interval, self._cores, self._audit):
             part.close()
         if not self._executor.join(self._patience):

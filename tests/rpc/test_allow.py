@@ -15,14 +15,16 @@ import gradwire as gw
 from gradwire._rpc.allow import AllowList
 from gradwire._rpc.audit import NO_AUDIT
 from gradwire._rpc.function_runner import Runner
+from gradwire._transport.handshake import HELLO_SIZE
 from gradwire._wire.codec import Manner
 from gradwire._wire.frames import Limits
 from gradwire._wire.functions import Names
 from gradwire._wire.messages import Call
 from gradwire.testing import World
 from tests.rpc.functions import Boom, boom, whoami
+from tests.transport.strangers import is_closed, stranger
 from tests.wire.round_trip import Codec
-from tests.worlds import socket_world
+from tests.worlds import LIMIT, close_world, open_world, socket_world, wait_until
 
 SOURCE = '''
 """A module of functions for others to call."""
@@ -126,6 +128,7 @@ def test_functions_without_a_name_are_refused_here(world: World) -> None:
             world[0].rpc_sync("worker1", func)
 
 
+IMPORTED = "is not on this worker's allow-list: it is only imported there, not defined"
 NAMES = {
     "served:double": None,
     "served:Calculator.square": None,
@@ -135,11 +138,11 @@ NAMES = {
     "served:Calculator._hidden": "is not on this worker's allow-list",
     "served:double.__globals__.pop": "is not on this worker's allow-list",
     "served:__dict__.clear": "is not on this worker's allow-list",
-    "served:os.system": "is only imported there, not defined",
-    "served:os.path.join": "is only imported there, not defined",
-    "served:sqrt": "is only imported there, not defined",
-    "served:joined": "is only imported there, not defined",
-    "served:os": "is only imported there, not defined",
+    "served:os.system": IMPORTED,
+    "served:os.path.join": IMPORTED,
+    "served:sqrt": IMPORTED,
+    "served:joined": IMPORTED,
+    "served:os": IMPORTED,
     "served.os:system": "is not on this worker's allow-list",
     "builtins:max.__call__": "is not on this worker's allow-list",
     "builtins:eval": "is not on this worker's allow-list",
@@ -308,6 +311,11 @@ def test_the_rule_is_named_and_so_is_that_there_is_none() -> None:
         rules.check("builtins:min", "trainer7")
     with pytest.raises(gw.NotAllowedError, match="it has no rule for 'viewer'"):
         rules.check("builtins:max", "viewer")
+    rest = AllowList({"*": [torch]})
+    with pytest.raises(gw.NotAllowedError, match=r"for '\*', which 'viewer' is"):
+        rest.check("builtins:max", "viewer")
+    with pytest.raises(gw.NotAllowedError, match=r"for '\*', .*: it is only imported"):
+        rest.check_resolved("torch:os", os, "viewer")
 
 
 def test_workers_are_told_apart_over_a_world() -> None:
@@ -321,27 +329,67 @@ def test_workers_are_told_apart_over_a_world() -> None:
 # The audit log
 
 
+Line = dict[str, str]
+
+
+def lines_of(path: Path, worker: str) -> list[Line]:
+    """What a worker has written down, without the times."""
+    lines: list[Line] = [json.loads(line) for line in path.read_text().splitlines()]
+    for line in lines:
+        assert line.pop("time")
+    return [line for line in lines if line.pop("worker") == worker]
+
+
+def of(event: str, lines: list[Line]) -> list[Line]:
+    return [line for line in lines if line["event"] == event]
+
+
 def test_the_audit_log_has_who_called_what(tmp_path: Path) -> None:
     path = tmp_path / "audit.jsonl"
-    with World(2, audit=str(path), allow=[max, list]) as world:
-        assert world.workers[1].rpc_sync(0, max, (1, 2)) == 2
-        with pytest.raises(gw.NotAllowedError):
-            world.workers[1].rpc_sync(0, min, (1, 2))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    seen = [{**line, "time": ""} for line in lines if line["worker"] == "worker0"]
-    joined = [line["who"] for line in seen if line["event"] == "join"]
-    assert joined == ["worker0", "worker1"]
-    called, refused = (line for line in seen if "function" in line)
-    assert called == {
-        "time": "",
-        "worker": "worker0",
-        "event": "call",
-        "by": "worker1",
-        "function": "builtins:max",
-    }
-    assert (refused["event"], refused["function"]) == ("refuse", "builtins:min")
+    audit = {"audit": str(path), "allow": [max, list], "unix_sockets": False}
+    workers = open_world(3, **audit)
+    assert workers[1].rpc_sync(0, max, (1, 2)) == 2
+    assert workers[2].rpc_sync(0, list, ([1],)) == [1]
+    with pytest.raises(gw.NotAllowedError):
+        workers[1].rpc_sync(0, min, (1, 2))
+    with stranger(workers[0]) as sock:
+        sock.sendall(bytes(HELLO_SIZE))
+        assert is_closed(sock)
+    wait_until(lambda: len(of("refuse", lines_of(path, "worker0"))) == 2)
+    workers[2].close()
+    wait_until(lambda: of("leave", lines_of(path, "worker0")))
+    close_world(workers[:2], graceful=False)
+
+    seen = lines_of(path, "worker0")
+    joined = [line["who"] for line in of("join", seen)]
+    assert joined == ["worker0", "worker1", "worker2"]
+    assert of("call", seen) == [
+        {"event": "call", "by": "worker1", "function": "builtins:max"},
+        {"event": "call", "by": "worker2", "function": "builtins:list"},
+    ]
+    refused, outside = of("refuse", seen)
+    assert (refused["by"], refused["function"]) == ("worker1", "builtins:min")
     assert refused["reason"] == "'builtins:min' is not on this worker's allow-list"
+    assert outside["origin"] == "127.0.0.1"
+    assert "not a gradwire connection" in outside["reason"]
+    assert of("leave", seen)[0]["who"] == "worker2"
+    for worker in "worker0", "worker1", "worker2":  # at the end, of itself
+        assert lines_of(path, worker)[-1] == {"event": "leave", "who": worker}
     assert path.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_audit_log_has_refusals_that_are_not_of_functions(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    with World(2, audit=str(path), allow=[max]) as world:
+        agent = world[1]._agent
+        pickle = Codec(Limits(1 << 20, 1 << 20)).call(
+            Call(lambda: 1, (), {}, None), Manner()
+        )
+        with pytest.raises(gw.NotAllowedError, match="accepts no pickles"):
+            agent.caller.post(agent.peer("worker0"), pickle, max, LIMIT).wait()
+        (refused,) = of("refuse", lines_of(path, "worker0"))
+    assert refused["by"] == "worker1"
+    assert "accepts no pickles" in refused["reason"]
 
 
 def test_without_an_audit_log_there_is_none(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A worker that knows the numbers of a value, but was not given a reference to it."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -75,3 +77,20 @@ def test_who_it_was_passed_to_can_use_it(
     plain: World, secret: gw.RRef[list[int]]
 ) -> None:
     assert gw.rpc_sync(FORGER, gw.RRef.to_here, (secret,)) == [1, 2]
+
+
+def test_the_audit_log_has_it(tmp_path: Path) -> None:
+    path = tmp_path / "audit.jsonl"
+    with World(3, audit=str(path)) as world, world.as_worker(0):
+        rref = gw.remote(OWNER, list, ([1, 2],))
+        rref.to_here()
+        for message in (
+            Fetch(VALUE, 0, "value"),
+            Invoke("append", (3,), {}, capture(), (VALUE, 0)),
+        ):
+            with pytest.raises(gw.NotAllowedError, match=REFUSED):
+                say(world, message)
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    refused = [line for line in lines if line["event"] == "refuse"]
+    assert [line["by"] for line in refused] == ["worker2"] * 2
+    assert all("was not given to worker 2" in line["reason"] for line in refused)

@@ -4,9 +4,11 @@ Where Gradwire's own workers would not do such things, members here are raw sock
 key.
 """
 
+import json
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -72,6 +74,22 @@ def test_requests_beyond_a_number_are_answered_with_an_error() -> None:
         assert [call.wait() for call in waiting] == [1] * 4
         wait_until(lambda: in_flight(workers[0], 2) == (0, 0))
         assert workers[2].rpc_async("worker0", max, (1, 2)).wait() == 2
+
+
+def test_the_audit_log_has_who_was_over_its_quota_once(tmp_path: Path) -> None:
+    audit = tmp_path / "audit.jsonl"
+    with limited_world(GO_ON.set, max_peer_requests=1, audit=str(audit)) as workers:
+        waiting = workers[2].rpc_async("worker0", held, timeout=0)
+        wait_until(lambda: in_flight(workers[0], 2)[0] == 1)
+        for _ in range(3):
+            with pytest.raises(gw.GradwireError, match="max_peer_requests"):
+                workers[2].rpc_async("worker0", max, (1, 2)).wait()
+        GO_ON.set()
+        waiting.wait()
+    lines = [json.loads(line) for line in audit.read_text().splitlines()]
+    (refused,) = [line for line in lines if line["event"] == "refuse"]
+    assert (refused["worker"], refused["by"]) == ("worker0", "worker2")
+    assert "max_peer_requests" in refused["reason"]
 
 
 @pytest.mark.parametrize("size", [100_000, 700_000, 3 << 20])

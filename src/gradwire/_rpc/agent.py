@@ -23,6 +23,7 @@ from .._wire.messages import Call
 from ..errors import (
     ClosedError,
     GradwireError,
+    NotAllowedError,
     ProtocolError,
     StaleReferenceError,
     WorkerLostError,
@@ -75,8 +76,8 @@ class Agent:
         self.members = Members()
         self.joined: Event[WorkerInfo] = Event("joined")
         self.gone: Event[WorkerInfo] = Event("gone")
-        self.shut_out: Event[tuple[str, str]] = Event("refused")
-        """Strangers: where they came from, and why they were not let in."""
+        self.refusals: Event[dict[str, str]] = Event("refusals")
+        """For the audit log: of strangers, and of members' requests (for functions: the runner)."""
         self.directory: Directory | None = None
         """None in a world of fixed size: no worker joins later."""
         self.caller = Caller(
@@ -174,7 +175,11 @@ class Agent:
         return None if peer is None else peer.name
 
     def refused(self, origin: str, reason: str) -> None:
-        self.shut_out.fire((origin, reason))
+        self.refusals.fire({"origin": origin, "reason": reason})
+
+    def denied(self, member: int, reason: str) -> None:
+        """A member's request was not allowed."""
+        self.refusals.fire({"by": self.members.name(member), "reason": reason})
 
     # Calls from here
 
@@ -258,15 +263,14 @@ class Agent:
         if not peer.is_new(frame.call):
             return
         if frame.refused:
-            error = GradwireError(f"worker {self.me.name!r}: {frame.refused}")
-            respond(self._codec.failure(error, peer.manner))
+            respond(self._over_quota(peer, frame.refused))
             return
         self.run_count += 1
         if self.before_each is not None:
             self.before_each()
         message = value = None
         try:
-            message = self._codec.open(frame, sender)
+            message = self._opened(frame, sender)
             frame.area = None
             handler = self._handlers[type(message)]
             if frame.context is None or self._in_context is None:
@@ -289,6 +293,19 @@ class Agent:
             respond(parcel)  # if closed, the response is that this worker has left
         if frame.over and self._end_context is not None:  # nobody waits for that
             self._end_context(frame.over, sender)
+
+    def _opened(self, frame: Frame, sender: int) -> Any:
+        try:
+            return self._codec.open(frame, sender)
+        except NotAllowedError as error:
+            self.denied(sender, str(error))
+            raise
+
+    def _over_quota(self, peer: Peer, why: str) -> Parcel:
+        if peer.may_tell_of_quota():
+            self.denied(peer.id, why)
+        error = GradwireError(f"worker {self.me.name!r}: {why}")
+        return self._codec.failure(error, peer.manner)
 
     def complete(self, sender: int, frame: Frame) -> None:
         """Take the response to a posted request."""

@@ -49,6 +49,7 @@ class AllowList:
     """Rules by the caller's name, of which the first match decides; or one rule for all."""
 
     def __init__(self, entries: Iterable[Any]) -> None:
+        self._is_by_caller = isinstance(entries, Mapping)
         rules = entries if isinstance(entries, Mapping) else {"*": entries}
         self._rules = [_Rule(pattern, rules[pattern]) for pattern in rules]
 
@@ -60,9 +61,7 @@ class AllowList:
         """
         rule = self._rule(caller)
         if rule is None or name not in rule:
-            raise NotAllowedError(
-                f"{name!r} is not on this worker's allow-list{_which(rule, caller)}"
-            )
+            raise self._not_listed(name, rule, caller)
 
     def check_resolved(self, name: str, function: Any, caller: str) -> None:
         """Reject what an allowed module merely imports.
@@ -74,14 +73,21 @@ class AllowList:
         if rule is not None and name in rule.functions:
             return
         if getattr(function, "__module__", None) != name.partition(":")[0]:
-            raise NotAllowedError(f"{name!r} is only imported there, not defined")
+            why = ": it is only imported there, not defined"
+            raise self._not_listed(name, rule, caller, why)
+
+    def _not_listed(
+        self, name: Any, rule: _Rule | None, caller: str, why: str = ""
+    ) -> NotAllowedError:
+        which = ""
+        if rule is None:
+            why = f": it has no rule for {caller!r}"
+        elif self._is_by_caller:
+            which = f" for {rule.pattern!r}, which {caller!r} is"
+        return NotAllowedError(
+            f"{name!r} is not on this worker's allow-list{which}{why}"
+        )
 
     def _rule(self, caller: str) -> _Rule | None:
         matching = (r for r in self._rules if fnmatchcase(caller, r.pattern))
         return next(matching, None)
-
-
-def _which(rule: _Rule | None, caller: str) -> str:
-    if rule is None:
-        return f": it has no rule for {caller!r}"
-    return "" if rule.pattern == "*" else f" for {rule.pattern!r}, which {caller!r} is"

@@ -1,11 +1,12 @@
 """The members of the world, as far as this worker knows, and which requests each has sent.
 
-Pure but for its locks. Ids are never reused; a name can be reused once its worker is gone.
+Pure but for its locks and a clock. Ids are never reused; a name can be, once its worker is gone.
 """
 
 from __future__ import annotations
 
 import itertools
+import time
 from dataclasses import dataclass, field
 
 from .._transport.base import Card
@@ -93,6 +94,7 @@ class Members:
 
 _NUMBER_BITS = 40
 _MOST_GAPS = 1 << 16  # by how much requests of one caller may be reordered
+_QUOTA_INTERVAL = 10.0  # seconds
 
 
 @dataclass(slots=True)
@@ -134,7 +136,16 @@ class Seen:
 class Peer:
     """Another worker, as this one sees it."""
 
-    __slots__ = ("_lock", "_numbers", "_seen", "card", "id", "manner", "name")
+    __slots__ = (
+        "_lock",
+        "_numbers",
+        "_seen",
+        "_silent_until",
+        "card",
+        "id",
+        "manner",
+        "name",
+    )
 
     def __init__(self, card: Card, me: Card, plain: bool, no_map: str = "") -> None:
         self.card = card
@@ -152,11 +163,21 @@ class Peer:
         self.manner = Manner(card.plain or plain, same_main, card.id, devices)
         self._numbers = itertools.count(1)
         self._seen = Seen(most=_MOST_GAPS)
+        self._silent_until = 0.0
         self._lock = CheckedLock()
 
     def next_call(self) -> int:
         """A number for a call, unique to this worker: the callee's id and a counter."""
         return self.id << _NUMBER_BITS | next(self._numbers)
+
+    def may_tell_of_quota(self) -> bool:
+        """Whether to tell that it is over its quota: once in an interval, for floods."""
+        now = time.monotonic()
+        with self._lock:
+            tells = now >= self._silent_until
+            if tells:
+                self._silent_until = now + _QUOTA_INTERVAL
+        return tells
 
     def is_new(self, call: int) -> bool:
         """Whether this is the first request with this number."""

@@ -22,7 +22,7 @@ from .._rpc.function_runner import Later, Runner
 from .._rpc.futures import CallFuture, settle, wait_after
 from .._rpc.members import Peer
 from .._wire.messages import Call
-from ..errors import CallTimeout, GradwireError, ProtocolError
+from ..errors import CallTimeout, GradwireError, NotAllowedError, ProtocolError
 from ..ids import WorkerInfo
 from ..threads import Executor
 from .adoption import Adoptions
@@ -304,14 +304,22 @@ class References:
     def _target(self, ids: Any, sender: int) -> Any:
         """The value whose method is called."""
         number, fork = ids
-        return self.owned_values.find(number, fork, sender).wait(self._executor, 0)
+        return self._find(number, fork, sender).wait(self._executor, 0)
+
+    def _find(self, number: int, fork: int, sender: int) -> OwnedValue:
+        """The value, for a worker that it was given to."""
+        try:
+            return self.owned_values.find(number, fork, sender)
+        except NotAllowedError as error:
+            self._agent.denied(sender, str(error))
+            raise
 
     def _fetched(self, sender: int, message: Fetch) -> Any:
         if message.adopts and not self.owned_values.adopt(
             message.value, message.fork, sender
         ):
             raise freed(message.value)
-        owned = self.owned_values.find(message.value, message.fork, sender)
+        owned = self._find(message.value, message.fork, sender)
         part = message.part
         if owned.is_ready:
             return part_of(owned.give(), part)
