@@ -116,6 +116,9 @@ class Options:
     allow: Collection[Any] | None = None
     """If given: the only functions (or modules) that others may call, without any pickle. A dict
     maps patterns of callers' names to such lists; the first match decides."""
+    open_references: bool = _from_env("OPEN_REFERENCES", _flag, False)
+    """Any worker of the world may use references to this one's values, whoever they were passed to.
+    """
     audit: str | None = _from_env("AUDIT", str, None)
     """A log file of joins, leaves, refusals and calls."""
     device_maps: Mapping[str, Mapping[Any, Any]] | None = None

@@ -149,7 +149,7 @@ class Worker:
             self._agent,
             executor=self._executor,
             runner=runner,
-            timeout=options.timeout,
+            options=options,
             kind=kinds.reference,
         )
         self._codec.carry((RRef, kinds.reference), self.references.carrier)

@@ -426,6 +426,7 @@ TEXTS = {
     "tls_ca": ("/certificates/ca.pem", "/certificates/ca.pem"),
     "tls_cert": ("/certificates/worker.pem", "/certificates/worker.pem"),
     "tls_key": ("/certificates/worker.key", "/certificates/worker.key"),
+    "open_references": ("1", True),
     "audit": ("/var/log/world.jsonl", "/var/log/world.jsonl"),
     "handshake_timeout": ("2.5", 2.5),
     "max_strangers": ("10", 10),

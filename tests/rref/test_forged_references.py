@@ -94,3 +94,13 @@ def test_the_audit_log_has_it(tmp_path: Path) -> None:
     refused = [line for line in lines if line["event"] == "refuse"]
     assert [line["by"] for line in refused] == ["worker2"] * 2
     assert all("was not given to worker 2" in line["reason"] for line in refused)
+
+
+def test_an_owner_may_leave_its_references_open_to_all() -> None:
+    with World(3, open_references=True) as world, world.as_worker(0):
+        rref = gw.remote(OWNER, list, ([1, 2],))
+        assert rref.to_here() == [1, 2]
+        say(world, Invoke("append", (3,), {}, capture(), (VALUE, 0)))
+        assert say(world, Adopt(VALUE, fork_id(FORGER, 1))) is True
+        assert say(world, Fetch(VALUE, 0, "value")) == [1, 2, 3]
+        say(world, Notes([(VALUE, fork_id(FORGER, 1))], [], []))

@@ -147,8 +147,10 @@ def part_of(value: Any, part: str) -> Any:
 class OwnedValues:
     """Values of one worker."""
 
-    def __init__(self, me: WorkerInfo) -> None:
+    def __init__(self, me: WorkerInfo, *, are_open: bool = False) -> None:
         self._me = me
+        self._are_open = are_open
+        """Whether any worker may use any of them."""
         self._lock = CheckedLock()
         self._ledger = OwnerLedger()
         self._used: WeakValueDictionary[int, OwnedValue] = WeakValueDictionary()
@@ -190,12 +192,13 @@ class OwnedValues:
         with self._lock:
             if fork and self._ledger.is_over(fork):
                 raise self._stale(number)
-            if user != self._me.id and not self._ledger.was_given(number, fork, user):
+            if not self._may_use(number, fork, user):
                 if self._get(number) is None and not self._ledger.may_come(number):
                     raise self._stale(number)
                 raise NotAllowedError(
                     f"value {spell(number)} of worker {self._me.name!r} was not given to worker "
-                    f"{user}: only workers that a reference was passed to can use it"
+                    f"{user}: only workers that a reference was passed to can use it (unless its "
+                    "owner has open_references)"
                 )
             return self._get(number) or self._await(number)
 
@@ -221,7 +224,8 @@ class OwnedValues:
         with self._lock:
             if self._ledger.was_given(number, fork, holder):
                 return True  # requested twice
-            if not self._ledger.can_pass_on(number, maker_of(fork)):
+            giver = maker_of(fork)
+            if not (self._are_open or self._ledger.can_pass_on(number, giver)):
                 return False
             try:
                 owned = self._get(number) or self._await(number)
@@ -292,6 +296,11 @@ class OwnedValues:
     def lent(self) -> list[dict[str, Any]]:
         """The values that other workers hold."""
         return [value for value in self.info() if value["forks"]]
+
+    def _may_use(self, number: int, fork: int, user: int) -> bool:
+        if self._are_open or user == self._me.id:
+            return True
+        return self._ledger.was_given(number, fork, user)
 
     def _get(self, number: int) -> OwnedValue | None:
         return (

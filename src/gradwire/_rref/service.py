@@ -24,6 +24,7 @@ from .._rpc.members import Peer
 from .._wire.messages import Call
 from ..errors import CallTimeout, GradwireError, NotAllowedError, ProtocolError
 from ..ids import WorkerInfo
+from ..options import Options
 from ..threads import Executor
 from .adoption import Adoptions
 from .debug_info import debug_info, describe_held
@@ -62,17 +63,17 @@ class References:
         *,
         executor: Executor,
         runner: Runner,
-        timeout: float,
+        options: Options,
         kind: type[RRef[Any]] = RRef,
     ) -> None:
         self.me: WorkerInfo = agent.me.info
-        self.owned_values = OwnedValues(self.me)
+        self.owned_values = OwnedValues(self.me, are_open=options.open_references)
         self.held_forks = HeldForks(self.me.id, self.owned_values)
         self.notifier = Notifier(agent, self.held_forks, executor.host)
         self._agent = agent
         self._executor = executor
         self._runner = runner
-        self._timeout = timeout
+        self._timeout = options.timeout
         self._kind = kind
         self._leaked: dict[Holding, str] = {}  # what is held at quiescence
         self.lent: list[dict[str, Any]] = []  # and what others hold at that time
