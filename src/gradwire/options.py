@@ -141,7 +141,8 @@ class Options:
     max_peer_requests: int = _from_env("MAX_PEER_REQUESTS", int, 1 << 16)
     """Requests of one other worker that are queued or running here; further ones get an error."""
     max_peer_memory: int | None = _from_env("MAX_PEER_MEMORY", int, None)
-    """Their total bytes. Default: three quarters of the machine's memory, or the container's."""
+    """Their total bytes, for each other worker. Default: three quarters of the memory of the
+    machine or container."""
     min_workers: int | None = _from_env("MIN_WORKERS", int, None)
     """If given: the world is elastic, and `init_rpc` returns once this many workers arrived."""
     world: str = _from_env("WORLD", str, "default")

@@ -1,6 +1,7 @@
 """Where a world's key comes from and lies, what a store is trusted with, who reaches a worker."""
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 from torch.distributed import HashStore, Store
 
 import gradwire as gw
-from gradwire._transport import key_files, stores
+from gradwire._transport import addresses, key_files, stores
 from gradwire._transport.connector import Dialer
 from gradwire._transport.credentials import Credentials
 from gradwire._transport.key_files import given
@@ -83,7 +84,7 @@ def test_a_store_that_is_trusted_shares_a_random_secret(journal: Journal) -> Non
         check_calls(workers)
         written = written_in(store)
         assert key_of(workers[0]) == derive(written["secret"], written["salt"])
-    journal.wait_for("anyone who can read it can run any code")
+    journal.wait_for("secret is shared through the store (trust_store): anyone who can")
 
 
 def test_the_key_can_come_from_a_file(tmp_path: Path) -> None:
@@ -374,9 +375,16 @@ def test_a_store_that_falls_silent_is_lost(monkeypatch: pytest.MonkeyPatch) -> N
             asked.check(["key"])
 
 
-def test_the_file_of_a_store_is_for_its_user_alone(tmp_path: Path) -> None:
-    find_place(f"file://{tmp_path}/meet", None, 0, 1, LIMIT)
-    assert (tmp_path / "meet").stat().st_mode & 0o777 == PRIVATE
+@pytest.mark.parametrize("mode", [None, 0o644, 0o666])
+def test_the_file_of_a_store_is_for_its_user_alone(
+    tmp_path: Path, mode: int | None
+) -> None:
+    file = tmp_path / "meet"
+    if mode is not None:  # it is there before
+        file.touch()
+        file.chmod(mode)
+    find_place(f"file://{file}", None, 0, 1, LIMIT)
+    assert file.stat().st_mode & 0o777 == PRIVATE
 
 
 # Addresses
@@ -391,6 +399,20 @@ def test_by_default_it_listens_on_loopback_only() -> None:
         unix, (host, _) = bound(worker)
         assert unix.startswith(b"\0gradwire-")
         assert host == "127.0.0.1"
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="other systems have one loopback address"
+)
+def test_it_listens_on_the_way_to_a_rendezvous_elsewhere(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On one machine, an address of loopback stands for that of another interface."""
+    ways = {"elsewhere": "127.0.0.2"}
+    monkeypatch.setattr(addresses, "way_to", ways.__getitem__)
+    with join_world("worker", Place(HashStore(), 0, 1, "elsewhere")) as worker:
+        _, (host, _) = bound(worker)
+        assert host == worker.card.tcp[0] == "127.0.0.2"
 
 
 def test_without_unix_sockets_it_listens_on_loopback_alone() -> None:

@@ -164,8 +164,8 @@ class Meeting:
         if not self._trusts_store:
             return key_files.own()
         log.warning(
-            "the world's secret is in the store at %s (trust_store): anyone who can read it can "
-            "run any code on all workers",
+            "the world's secret is shared through %s (trust_store): anyone who can read it "
+            "there can run any code on all workers",
             self._where,
         )
         return self._first("secret", _random())

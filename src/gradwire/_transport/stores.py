@@ -71,8 +71,12 @@ def find_place(
     rank: int | None,
     size: int | None,
     timeout: float,
+    *,
+    multi_tenant: bool = False,
 ) -> Place:
     """The store that `env://`, `tcp://host:port`, `file:///path` or an object stand for.
+
+    `multi_tenant`, as torch has it: a tcp:// store of this process at that port is used again.
 
     Raises:
         ValueError: something is missing or makes no sense; says what.
@@ -96,12 +100,12 @@ def find_place(
         path = url.netloc + url.path
         if not path:
             raise ValueError(f"{method!r} names no file: use file:///path")
-        _make_private(path)
+        make_private(path)
         return Place(FileStore(path), rank, size, None, f"file://{path}")
     host, port = _env_address(settings, cluster.hint) if is_env else _tcp_address(url)
     # torchrun's agent hosts the store that it tells its workers about.
     hosting = rank == 0 and settings.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    found = _tcp_store(host, port, hosting, timeout)
+    found = _tcp_store(host, port, hosting, timeout, multi_tenant=multi_tenant)
     elsewhere = cluster.neighbor or _remote_host(host)
     return Place(found, rank, size, elsewhere, f"tcp://{host}:{port}", is_host=hosting)
 
@@ -154,7 +158,9 @@ def _remote_host(host: str | None) -> str | None:
     return None if found <= {"127.0.0.1", "::1"} else host
 
 
-def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
+def _tcp_store(
+    host: str, port: int, hosting: bool, timeout: float, *, multi_tenant: bool
+) -> Store:
     """The store at that address; retried, since its host may still be closing an old one."""
     deadline = time.monotonic() + timeout
     patience = min(deadline, time.monotonic() + _REOPEN)
@@ -166,7 +172,7 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
             wait_for_listener(host, port, max(deadline - time.monotonic(), 0.0))
         left = max(deadline - time.monotonic(), 0.001)
         try:
-            listener = _store_listener(host, port) if hosting else None
+            listener = _store_listener(host, port, multi_tenant) if hosting else None
             found = TCPStore(
                 host,
                 port if listener is None else listener.getsockname()[1],
@@ -174,6 +180,7 @@ def _tcp_store(host: str, port: int, hosting: bool, timeout: float) -> Store:
                 wait_for_workers=False,
                 timeout=timedelta(seconds=left),
                 master_listen_fd=None if listener is None else listener.detach(),
+                multi_tenant=multi_tenant,
             )
             _limit_silence(found)
             return found
@@ -198,7 +205,7 @@ def _limit_silence(store: TCPStore) -> None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
 
-def _store_listener(host: str, port: int) -> socket.socket | None:
+def _store_listener(host: str, port: int, multi_tenant: bool) -> socket.socket | None:
     """The socket for the store, at the address asked for; None if it is not one of this machine's.
 
     Torch itself would listen on all of them. That is right where others reach this machine by an
@@ -220,6 +227,8 @@ def _store_listener(host: str, port: int) -> socket.socket | None:
         listener.close()
         if error.errno == errno.EADDRNOTAVAIL:
             return None
+        if error.errno == errno.EADDRINUSE and multi_tenant:
+            return None  # torch finds the one of this process, or nobody's
         raise
     return listener
 
@@ -231,12 +240,19 @@ def _says_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _make_private(path: str) -> None:
-    """Make the file of a store for nobody else to read: torch's would be for all."""
+def make_private(path: str) -> None:
+    """Make the file of a store for nobody else to read: torch's would be for all.
+
+    Raises:
+        GradwireError: it cannot be made.
+    """
     try:
-        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    except FileExistsError:
-        pass  # another worker's, or the user's own
+        file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)
+        try:
+            if os.fstat(file).st_uid == os.geteuid():  # else it is for its owner to say
+                os.fchmod(file, 0o600)  # it may have been there
+        finally:
+            os.close(file)
     except OSError as error:
         raise GradwireError(f"cannot open the store at {path}: {error}") from None
 

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from numbers import Integral
 from typing import Any
+from urllib.parse import urlparse
 
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from torch.distributed.rendezvous import _create_store_from_options, rendezvous
 
+from ..._transport.stores import find_place, make_private
+from ...options import Options
 from .. import autograd
 from . import api, backend_registry, constants
 from .agents import TensorPipeAgent
@@ -61,7 +65,14 @@ def _infer_backend(options: RpcBackendOptions | None) -> BackendType:
 def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Store:
     """Where the workers of this world meet; worlds of one store are told apart by a count."""
     global _counter, _rendezvous
-    if world_size:
+    url = urlparse(options.init_method)
+    if url.scheme == "file" and url.path:
+        make_private(url.path)  # torch opens it, and removes it in the end
+    # torchrun's agent may host the store, and torch has an error for a rank that is missing.
+    is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if url.scheme == "tcp" and rank != -1 and not is_agents:
+        store = _tcp_store(options.init_method, rank, world_size)
+    elif world_size:
         _rendezvous = rendezvous(options.init_method, rank=rank, world_size=world_size)
         store, _, _ = next(_rendezvous)
     else:
@@ -70,6 +81,14 @@ def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Sto
     with _counter_lock:
         number, _counter = _counter, _counter + 1
     return PrefixStore(f"rpc_prefix_{number}", store)
+
+
+def _tcp_store(method: str, rank: int, world_size: int | None) -> Store:
+    """As torch's, but it listens on the address asked for."""
+    patience = Options().join_timeout
+    size = world_size or None
+    place = find_place(method, None, rank, size, patience, multi_tenant=True)
+    return place.store
 
 
 def _init_rpc_backend(
