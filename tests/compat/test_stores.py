@@ -56,3 +56,17 @@ def test_the_file_of_a_store_is_for_its_user_alone(tmp_path: Path) -> None:
     """
     done = run(JOIN + dedent(code), tmp_path, f"file://{tmp_path}/meet")
     assert done.stdout.strip() == "0o600", done.stderr
+
+
+def test_a_tcp_store_outlives_a_world_and_serves_the_next_one(tmp_path: Path) -> None:
+    """Rank 0 may be the first to leave, and others still use the store that it hosts."""
+    code = """
+    for _ in range(2):
+        join(url)
+        print(rpc.rpc_sync("worker", max, (1, 2)))
+        rpc.shutdown()
+    dist.TCPStore("127.0.0.1", int(url.rpartition(":")[2]), is_master=False).set("a", "b")
+    """
+    done = run(JOIN + dedent(code), tmp_path, f"tcp://127.0.0.1:{free_port()}")
+    assert done.stdout.split() == ["2", "2"], done.stderr
+    assert done.returncode == 0, done.stderr

@@ -71,7 +71,7 @@ def _store(options: RpcBackendOptions, rank: int, world_size: int | None) -> Sto
     # torchrun's agent may host the store, and torch has an error for a rank that is missing.
     is_agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if url.scheme == "tcp" and rank != -1 and not is_agents:
-        store = _tcp_store(options.init_method, rank, world_size)
+        _rendezvous = store = _tcp_store(options.init_method, rank, world_size)
     elif world_size:
         _rendezvous = rendezvous(options.init_method, rank=rank, world_size=world_size)
         store, _, _ = next(_rendezvous)
