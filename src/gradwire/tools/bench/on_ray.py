@@ -8,6 +8,8 @@ is started on this machine. Contenders take turns: idle workers of torch RPC pol
 from __future__ import annotations
 
 import os
+import shlex
+import sys
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -116,9 +118,13 @@ def _actor(way: str, rank: int, group: Any) -> Any:
     changed = {n: v for n, v in wanted.items() if os.environ.get(n) != v}
     if "PYTHONPATH" in os.environ:
         changed["PYTHONPATH"] = os.environ["PYTHONPATH"]
+    settings: dict[str, Any] = {"env_vars": changed}
+    if "RAY_ADDRESS" not in os.environ:
+        # Ray runs it by a shell, unquoted: with a space in its path no actor would start.
+        settings["py_executable"] = shlex.quote(sys.executable)
     options = {
         "num_cpus": 1,
-        "runtime_env": {"env_vars": changed},
+        "runtime_env": settings,
         "scheduling_strategy": PlacementGroupSchedulingStrategy(group, rank),
     }
     return ray.remote(_Member).options(**options).remote(rank)
