@@ -21,7 +21,11 @@ Way = Callable[[Worker, Any], Any]
 
 
 class Interruption:
-    """A call in the middle of others, but not of itself."""
+    """A call in the middle of others, but not of itself.
+
+    Nor in a thread of the worker that is called: in another process it could not come there, and
+    here it could wait for the very thread that it has interrupted.
+    """
 
     def __init__(self, worker: Worker, way: Way) -> None:
         self.results: list[Any] = []
@@ -33,7 +37,7 @@ class Interruption:
 
     def __call__(self, *_: object) -> None:
         me = threading.get_ident()
-        if me in self._inside:
+        if me in self._inside or "-worker1-" in threading.current_thread().name:
             return
         self._inside.add(me)
         began = time.monotonic()
