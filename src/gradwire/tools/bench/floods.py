@@ -200,8 +200,9 @@ class _World:
             process.start()
             theirs.close()
             stack.callback(process.join, 10)
-            stack.callback(self._send, mine, None)
             self._talks.append(mine)
+        for talk in self._talks:  # before any of them is waited for: they leave together
+            stack.callback(self._send, talk, None)
         self._address: Address = [self._answer(talk) for talk in self._talks][_SERVER]
 
     def measure(self, name: str, count: int) -> list[float]:
