@@ -201,7 +201,9 @@ class _World:
             theirs.close()
             stack.callback(process.join, 10)
             self._talks.append(mine)
-        for talk in self._talks:  # before any of them is waited for: they leave together
+        for (
+            talk
+        ) in self._talks:  # before any of them is waited for: they leave together
             stack.callback(self._send, talk, None)
         self._address: Address = [self._answer(talk) for talk in self._talks][_SERVER]
 
