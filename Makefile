@@ -19,8 +19,10 @@ GROUPS := test lint docs conformance cluster
 # Two pips in one .venv would get into each other's way.
 .NOTPARALLEL:
 
-# In parallel; for a debugger, or to see what is printed: .venv/bin/python -m pytest.
-PYTEST := $(BIN)/python -m pytest -n logical --maxprocesses 8 --dist worksteal
+# In parallel, one more than there are cores, as tests of processes mostly wait; for a
+# debugger, or to see what is printed: .venv/bin/python -m pytest.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(8, os.cpu_count() + 1))')
+PYTEST := $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 test: .venv/.test
 	@echo "For less: make test ARGS='tests/wire -k codec', or ARGS='-m \"not slow\"'"

@@ -355,3 +355,32 @@ def test_ray_train_makes_a_world(cluster: Cluster, tmp_path: Path) -> None:
         run_config=RunConfig(storage_path=str(tmp_path)),
     )
     assert trainer.fit().error is None
+
+
+# The benchmark
+
+
+def test_the_benchmark_measures_between_two_nodes(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    rows = ["3×3 tensor add", "tiny forward and backward"]
+    command = ["bench", "--on", "ray", "--rounds", "1", "--ways", "gradwire", "Ray"]
+    settings = {**os.environ, "PYTHONPATH": FOUND}
+    settings.pop("RAY_ADDRESS", None)  # a cluster that runs is none of ours
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "gradwire"),
+            *command,
+            *("--only", *rows, "--json", str(figures)),
+        ],
+        env=settings,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    add, backward = (json.loads(figures.read_text())["loops"][row] for row in rows)
+    assert add["gradwire"]["median"] > 0
+    assert add["Ray"]["median"] > 0
+    assert backward["gradwire"]["median"] > 0
+    assert backward["Ray"] is None

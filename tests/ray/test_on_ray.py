@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -18,21 +15,7 @@ from tests.processes import PATHS
 ENVIRONMENT = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, PATHS))}
 ENVIRONMENT.pop("RAY_ADDRESS", None)  # a cluster that runs is none of ours
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.timeout(400),  # one may wait for the other
-]
-
-
-@pytest.fixture(autouse=True)
-def one_cluster_at_a_time(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A cluster is a dozen processes, half of which load torch: no others meanwhile.
-
-    Other tests may run in other processes of pytest; all have this folder in common.
-    """
-    with (tmp_path_factory.getbasetemp().parent / "ray.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 
 def test_a_world_on_ray() -> None:
@@ -63,32 +46,3 @@ def test_a_world_on_ray() -> None:
         "learner": [2.0, 2.0],
         "left": [],
     }
-
-
-def test_the_benchmark_measures_between_two_nodes(tmp_path: Path) -> None:
-    figures = tmp_path / "figures.json"
-    rows = ["3×3 tensor add", "tiny forward and backward"]
-    command = ["bench", "--on", "ray", "--rounds", "1", "--ways", "gradwire", "Ray"]
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "gradwire",
-            *command,
-            "--only",
-            *rows,
-            "--json",
-            figures,
-        ],
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=180,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    add, backward = (json.loads(figures.read_text())["loops"][row] for row in rows)
-    assert add["gradwire"]["median"] > 0
-    assert add["Ray"]["median"] > 0
-    assert backward["gradwire"]["median"] > 0
-    assert backward["Ray"] is None
