@@ -7,7 +7,14 @@ import pytest
 from gradwire._rref import held_forks, notifier, serialization
 from gradwire.testing import World
 from tests.rref.lossy import WORLDS, entered
+from tests.rref.values import ended
 from tests.worlds import ORDERS, SEEDS, PostedWorld, three_workers
+
+
+@pytest.fixture(autouse=True)
+def nothing_has_ended_yet() -> None:
+    """A test may look before its values are made, and others before it had the same names."""
+    ended.clear()
 
 
 @pytest.fixture
